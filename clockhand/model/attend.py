@@ -1,0 +1,76 @@
+"""Who sees whom, and what comes of it: the part of attention that has no weights.
+
+A mask is a rule on positions, never on indices into the cache. The query at position p sees the key at position s when
+
+    s <= p                 nothing from the future
+    s >= 0                 -1 marks padding
+    p - s < window         inside the sliding window, if there is one
+    same document          if a row packs several
+
+One rule serves training, a whole prompt, several new tokens on a warm cache, left padding and packed documents. (The
+familiar shortcut, "causal unless there is a cache", is wrong twice: for a first call with an empty cache, and for
+several tokens on a warm one.)
+
+`attend_reference` is the definition. `attend` is the fast route through torch's fused kernel, tested equal to it.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Visibility:
+    """The rule for one call. It is built once and shared by all layers."""
+
+    query_positions: Tensor  # (B, T)
+    key_positions: Tensor  # (B, S)
+    window: int = 0
+    query_documents: Tensor | None = None  # (B, T)
+    key_documents: Tensor | None = None  # (B, S)
+    plainly_causal: bool = False
+    """Known without looking at the values: T = S, both count 0, 1, 2, ..., one document, no window in reach."""
+
+    @cached_property
+    def mask(self) -> Tensor:
+        """(B, T, S) bool, True where the query sees the key.
+
+        A padding query (position -1) sees everything: its output means nothing, but a softmax over nothing is NaN,
+        and NaN spreads through gradients even where it is multiplied by zero.
+        """
+        query, key = self.query_positions[:, :, None], self.key_positions[:, None, :]
+        seen = (key <= query) & (key >= 0)
+        if self.window:
+            seen &= query - key < self.window
+        if self.query_documents is not None and self.key_documents is not None:
+            seen &= self.query_documents[:, :, None] == self.key_documents[:, None, :]
+        return seen | (query < 0)
+
+
+def attend_reference(q: Tensor, k: Tensor, v: Tensor, sees: Visibility, scale: float | None = None) -> Tensor:
+    """softmax(q·kᵀ/√Dh + mask)·v with the softmax in fp32. The definition.
+
+    q (B, T, H, Dh), k and v (B, S, K, Dh) -> (B, T, H, Dh). Query head h reads KV head h // G, where G = H/K.
+    `scale` replaces 1/√Dh (to show what happens without it).
+    """
+    batch, queries, n_heads, head_dim = q.shape
+    n_kv_heads = k.shape[2]
+    q = q.reshape(batch, queries, n_kv_heads, n_heads // n_kv_heads, head_dim)  # (B, T, K, G, Dh)
+    scores = torch.einsum("btkgd,bskd->bkgts", q, k) * (1 / math.sqrt(head_dim) if scale is None else scale)
+    scores = scores.masked_fill(~sees.mask[:, None, None], -math.inf)
+    weights = torch.softmax(scores.to(torch.promote_types(scores.dtype, torch.float32)), dim=-1).to(v.dtype)
+    return torch.einsum("bkgts,bskd->btkgd", weights, v).reshape(batch, queries, n_heads, head_dim)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, sees: Visibility, scale: float | None = None) -> Tensor:
+    """`attend_reference` through torch's fused kernel, without the (T, S) scores of every head in memory."""
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, heads, T or S, Dh)
+    mask = None if sees.plainly_causal else sees.mask[:, None]  # (B, 1, T, S)
+    out = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=sees.plainly_causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+    )
+    return out.transpose(1, 2)  # (B, T, H, Dh)

@@ -1,0 +1,251 @@
+"""The decoder-only Transformer: ids in, scores for the next id out.
+
+What is particular about this family:
+  * norms before each part (or after it, for comparison), and the statistic always in fp32
+  * positions enter as rotations of queries and keys, so only distances matter
+  * a few KV heads serve many query heads
+  * the MLP is gated, or is many experts of which each token visits a few
+  * no biases unless asked for, and the head may be the embedding matrix itself
+
+Read this file, then `attention.py`, then `attend.py`: that is the whole story, in the order a tensor lives it.
+
+         ids (B, T)
+          │ token_embedding
+          x (B, T, D) ───┬──────────────────┐
+          │              │ attention_norm   │
+          │              │ attention        │
+          + ◄────────────┘                  │  blocks × L
+          │ ──────────────┐                 │
+          │               │ mlp_norm        │
+          │               │ mlp or experts  │
+          + ◄─────────────┘ ────────────────┘
+          │ final_norm
+          │ lm_head
+        logits (B, T, V)
+
+The loss is in `train/loss.py`: this file does not know what the model is for.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from clockhand.config import ModelConfig
+from clockhand.errors import ClockhandError
+from clockhand.model.attend import Visibility
+from clockhand.model.attention import Attention
+from clockhand.model.cache import KVCache
+from clockhand.model.mlp import make_mlp
+from clockhand.model.moe import MixtureOfExperts
+from clockhand.model.norm import make_norm
+from clockhand.model.rope import rotation
+
+
+class ModelOutput(NamedTuple):
+    logits: Tensor  # (B, T, V)
+    balance_loss: Tensor  # scalar fp32: balance_coef · sum over layers; 0 for a dense model
+
+
+class HiddenOutput(NamedTuple):
+    hidden: Tensor  # (B, T, D), what the head reads
+    balance_loss: Tensor
+
+
+class Block(nn.Module):
+    """pre:   x = x + attention(norm(x));  x = x + mlp(norm(x))
+    post:  x = norm(x + attention(x));  x = norm(x + mlp(x))
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.attention_norm = make_norm(config, config.d_model)
+        self.attention = Attention(config)
+        self.mlp_norm = make_norm(config, config.d_model)
+        self.mlp = MixtureOfExperts(config) if config.is_moe else make_mlp(config)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(
+        self,
+        x: Tensor,  # (B, T, D)
+        rotation: tuple[Tensor, Tensor] | None,
+        sees: Visibility,
+        is_token: Tensor | None,  # (B, T) bool, False at padding; None when there is none
+        cache: KVCache | None,
+        layer: int,
+    ) -> tuple[Tensor, Tensor]:  # (B, T, D), and the balance loss of this layer
+        pre = self.config.norm_position == "pre"
+        attended = self.attention(self.attention_norm(x) if pre else x, rotation, sees, cache, layer)
+        x = self._add(x, attended)
+        if not pre:
+            x = self.attention_norm(x)
+
+        read = self.mlp_norm(x) if pre else x
+        if isinstance(self.mlp, MixtureOfExperts):
+            thought, balance = self.mlp(read, is_token)
+        else:
+            thought, balance = self.mlp(read), x.new_zeros((), dtype=torch.float32)
+        x = self._add(x, thought)
+        if not pre:
+            x = self.mlp_norm(x)
+        return x, balance
+
+    def _add(self, x: Tensor, update: Tensor) -> Tensor:
+        update = self.dropout(update)
+        return x + update if self.config.residual else update
+
+
+class Transformer(nn.Module):
+    """P(next id | ids so far) for every position at once."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        """Weights are drawn from torch's global generator: seed it before."""
+        super().__init__()
+        self.config = config
+        self.token_embedding = nn.Embedding(config.vocab_size, config.d_model)
+        learned = config.position == "learned"
+        self.position_embedding = nn.Embedding(config.max_seq_len, config.d_model) if learned else None
+        self.dropout = nn.Dropout(config.dropout)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layers))
+        # A post-norm block ends in a norm of its own.
+        self.final_norm = make_norm(config, config.d_model) if config.norm_position == "pre" else nn.Identity()
+        self.lm_head = nn.Linear(config.d_model, config.vocab_size, bias=False)
+        if config.tie_embeddings:
+            self.lm_head.weight = self.token_embedding.weight
+        initialise(self)
+
+    def forward(
+        self,
+        ids: Tensor,  # (B, T) int64
+        positions: Tensor | None = None,  # (B, T) int64, -1 at padding
+        documents: Tensor | None = None,  # (B, T) int64, equal within a document
+        cache: KVCache | None = None,
+    ) -> ModelOutput:
+        """Scores of the next id after every position. See `hidden` for the arguments."""
+        hidden, balance_loss = self.hidden(ids, positions, documents, cache)
+        # Gradients stop at a cache: what it holds has none, so a loss through it would be silently wrong.
+        with torch.set_grad_enabled(torch.is_grad_enabled() and cache is None):
+            return ModelOutput(self.lm_head(hidden), balance_loss)
+
+    def hidden(
+        self,
+        ids: Tensor,
+        positions: Tensor | None = None,
+        documents: Tensor | None = None,
+        cache: KVCache | None = None,
+    ) -> HiddenOutput:
+        """The final hidden states; `lm_head` of them, or of a few of them, are the logits.
+
+        positions default to 0, 1, 2, ..., restarting with each document, or to the continuation of each row of the
+        cache. Padding has position -1: nothing sees it, no expert is visited by it, and what comes out there means
+        nothing. With `documents`, tokens see only their own. With `cache`, the tokens are appended to it and no
+        gradient is kept. Raises `ClockhandError` for ids beyond the vocabulary or more positions than there can be.
+        """
+        self._check(ids, positions, documents, cache)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and cache is None):
+            if positions is None:
+                positions = self._default_positions(ids, documents, cache)
+                padded = False
+            else:
+                padded = bool((positions < 0).any())
+            sees = self._visibility(positions, documents, cache, padded)
+            is_token = positions >= 0 if padded else None
+
+            x = self.token_embedding(ids)  # (B, T, D)
+            if self.position_embedding is not None:
+                x = x + self.position_embedding(positions.clamp(min=0))
+            x = self.dropout(x)
+            turned = None
+            if self.config.position == "rope":
+                turned = rotation(self.config, positions.clamp(min=0), self._lengths(positions, cache))
+
+            balance_loss = x.new_zeros((), dtype=torch.float32)
+            for layer, block in enumerate(self.blocks):
+                x, balance = block(x, turned, sees, is_token, cache, layer)
+                balance_loss = balance_loss + balance
+            return HiddenOutput(self.final_norm(x), self.config.balance_coef * balance_loss)
+
+    def _check(self, ids: Tensor, positions: Tensor | None, documents: Tensor | None, cache: KVCache | None) -> None:
+        if ids.dim() != 2:
+            raise ClockhandError(f"ids must have shape (batch, tokens), not {tuple(ids.shape)}")
+        for name, other in (("positions", positions), ("documents", documents)):
+            if other is not None and other.shape != ids.shape:
+                raise ClockhandError(f"{name} has shape {tuple(other.shape)} but ids have {tuple(ids.shape)}")
+        if documents is not None and cache is not None:
+            raise ClockhandError("documents cannot be packed into a cache: give each document its own row")
+        if ids.numel() == 0:
+            return
+        low, high = (int(bound) for bound in ids.aminmax())
+        if low < 0 or high >= self.config.vocab_size:
+            wrong = low if low < 0 else high
+            size = self.config.vocab_size
+            raise ClockhandError(f"id {wrong} is outside the vocabulary of {size} ids (0 to {size - 1})")
+        if self.config.position == "learned":
+            last = ids.shape[1] - 1 if positions is None else int(positions.max())
+            if cache is not None and positions is None:
+                last += int(cache.lengths.max())
+            if last >= self.config.max_seq_len:
+                raise ClockhandError(
+                    f"position {last} is beyond the learned table of max_seq_len = {self.config.max_seq_len} rows"
+                )
+
+    def _default_positions(self, ids: Tensor, documents: Tensor | None, cache: KVCache | None) -> Tensor:
+        if cache is not None:
+            return cache.next_positions(ids.shape[1])
+        steps = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+        return steps if documents is None else positions_in_documents(documents)
+
+    def _visibility(
+        self, positions: Tensor, documents: Tensor | None, cache: KVCache | None, padded: bool
+    ) -> Visibility:
+        window, tokens = self.config.sliding_window, positions.shape[1]
+        key_positions = positions if cache is None else cache.begin(positions)
+        fresh = key_positions.shape[1] == tokens and not padded  # no older keys, so both sides count 0, 1, 2, ...
+        counts_up = fresh and bool((positions == torch.arange(tokens, device=positions.device)).all())
+        causal = counts_up and documents is None and (window == 0 or window >= tokens)
+        return Visibility(positions, key_positions, window, documents, documents, plainly_causal=causal)
+
+    def _lengths(self, positions: Tensor, cache: KVCache | None) -> Tensor | None:
+        if self.config.rope_scaling != "dynamic":
+            return None
+        if cache is not None:
+            return torch.full((positions.shape[0],), cache.max_seq_len)
+        return positions.amax(-1) + 1
+
+
+def positions_in_documents(documents: Tensor) -> Tensor:
+    """The position of each token within its own document, (B, T), for documents packed one after another in a row."""
+    steps = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
+    starts = torch.ones_like(documents, dtype=torch.bool)
+    starts[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    return steps - (steps * starts).cummax(-1).values
+
+
+def positions_of_padded(is_token: Tensor) -> Tensor:
+    """Positions for rows with padding, (B, T): the tokens of each row count from 0, padding is -1.
+
+    `is_token` (B, T) is true at tokens (Hugging Face's attention_mask).
+    """
+    is_token = is_token.bool()
+    return (is_token.cumsum(-1) - 1).masked_fill(~is_token, -1)
+
+
+def initialise(model: Transformer) -> None:
+    """All initial values in one place.
+
+    Matrices and embeddings are normal with `init_std`; the two projections that write into the residual stream are
+    smaller by 1/√(2·layers), so that its variance does not grow with depth (Radford et al. 2019). Norms start at 1,
+    biases at 0.
+    """
+    std = model.config.init_std
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            nn.init.zeros_(parameter)
+        elif parameter.dim() == 1:
+            nn.init.ones_(parameter)
+        elif name.endswith(("o_proj.weight", "down_proj.weight")):
+            nn.init.normal_(parameter, std=std / math.sqrt(2 * model.config.n_layers))
+        else:
+            nn.init.normal_(parameter, std=std)
