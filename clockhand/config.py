@@ -8,8 +8,11 @@ ignored is a lie.
 How a model is trained is in `train/config.py`, how text is drawn from it in `infer/generate.py`.
 """
 
+import ast
 import dataclasses
+import inspect
 import math
+import textwrap
 import types
 import typing
 from collections.abc import Iterable, Mapping
@@ -212,6 +215,21 @@ def check_types(config: object) -> None:
 
 def field_names(config_type: type) -> list[str]:
     return [field.name for field in dataclasses.fields(config_type)]
+
+
+def field_docs(config_type: type) -> dict[str, str]:
+    """The line of explanation under each field, by name. The command line's help is made of them."""
+    (cls,) = ast.parse(textwrap.dedent(inspect.getsource(config_type))).body
+    assert isinstance(cls, ast.ClassDef)
+    return {
+        field.target.id: " ".join(doc.value.value.split())
+        for field, doc in zip(cls.body, cls.body[1:])
+        if isinstance(field, ast.AnnAssign)
+        and isinstance(field.target, ast.Name)
+        and isinstance(doc, ast.Expr)
+        and isinstance(doc.value, ast.Constant)
+        and isinstance(doc.value.value, str)
+    }
 
 
 def from_dict(config_type: type[Config], values: Mapping[str, Any], source: str) -> Config:
