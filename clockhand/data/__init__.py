@@ -1,0 +1,1 @@
+"""From text to tokens to batches. Knows nothing of models."""

@@ -1,0 +1,18 @@
+"""What all tests share."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+torch.set_num_threads(2)
+
+SHARED_DATA = Path(__file__).resolve().parents[1] / "../shared/data"
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """The folder of sample files beside the repository; a test that wants it is skipped where it is not at hand."""
+    if not SHARED_DATA.is_dir():
+        pytest.skip("needs the sample files in ../shared/data")
+    return SHARED_DATA
