@@ -146,24 +146,36 @@ class ModelConfig:
         if self.position == "rope":
             require(self, "head_dim", self.head_dim % 2 == 0, "even, because RoPE rotates pairs of dimensions")
             require(self, "rope_theta", self.rope_theta > 1, "above 1")
-        self._check_rope_scaling()
-
-        if self.n_experts == 0:
-            require(self, "n_experts_per_token", self.n_experts_per_token == 1, "1 in a dense model (n_experts = 0)")
-        else:
+        if self.is_moe:
             allowed = f"between 1 and n_experts = {self.n_experts}"
             require(self, "n_experts_per_token", 1 <= self.n_experts_per_token <= self.n_experts, allowed)
+        self._check_unread()
+        self._check_rope_scaling()
+
+    def _check_unread(self) -> None:
+        """Refuses a value other than the default in a field that this model never reads."""
+        unread = {}  # field -> the setting that makes it idle
+        if not self.is_moe:
+            fields = ("n_experts_per_token", "renormalize_top_k", "balance_coef")
+            unread.update(dict.fromkeys(fields, "n_experts = 0"))
+        if self.position != "rope":
+            fields = ("rope_theta", "rope_layout", "rope_scaling")
+            unread.update(dict.fromkeys(fields, f"position = {self.position}"))
+        for fields in ROPE_SCALING_FIELDS.values():
+            idle = set(fields).difference(ROPE_SCALING_FIELDS[self.rope_scaling])
+            unread.update(dict.fromkeys(idle, f"rope_scaling = {self.rope_scaling}"))
+        for field in dataclasses.fields(self):
+            if field.name in unread:
+                allowed = f"left at {field.default} where {unread[field.name]}, which does not read it"
+                require(self, field.name, getattr(self, field.name) == field.default, allowed)
 
     def _check_rope_scaling(self) -> None:
-        if self.rope_scaling != "none":
-            require(self, "rope_scaling", self.position == "rope", f"none where position = {self.position}")
         read = ROPE_SCALING_FIELDS[self.rope_scaling]
-        for field in dataclasses.fields(self):
-            if any(field.name in names for names in ROPE_SCALING_FIELDS.values()) and field.name not in read:
-                unread = f"left at {field.default} where rope_scaling = {self.rope_scaling}, which does not read it"
-                require(self, field.name, getattr(self, field.name) == field.default, unread)
-        if "rope_factor" in read:
+        if self.rope_scaling == "dynamic":  # with a factor of 1 it still stretches, by length / original
             require(self, "rope_factor", self.rope_factor >= 1, "1 or more")
+        elif "rope_factor" in read:
+            needed = f"above 1 where rope_scaling = {self.rope_scaling}, or it would change nothing"
+            require(self, "rope_factor", self.rope_factor > 1, needed)
         if "rope_original_max_seq_len" in read:
             needed = f"at least 1 where rope_scaling = {self.rope_scaling}"
             require(self, "rope_original_max_seq_len", self.rope_original_max_seq_len >= 1, needed)
@@ -205,7 +217,8 @@ def check_types(config: object) -> None:
     for field in dataclasses.fields(config):  # type: ignore[arg-type]
         value, kinds = getattr(config, field.name), _kinds(hints[field.name])
         if float in kinds and type(value) is int:
-            object.__setattr__(config, field.name, float(value))
+            value = float(value) if abs(value) < 2**1023 else math.inf  # beyond, float() raises
+            object.__setattr__(config, field.name, value)
         elif type(value) not in kinds:
             names = " or ".join("nothing" if kind is type(None) else kind.__name__ for kind in kinds)
             raise ClockhandError(f"{field.name} = {value!r} must be of type {names}")
@@ -293,7 +306,7 @@ def _parse(text: str, kinds: tuple[type, ...]) -> Any:
         raise ValueError("true or false")
     if int in kinds:
         try:
-            return int(text.replace("_", "").replace(",", ""))
+            return int(text)
         except ValueError:
             raise ValueError("a whole number") from None
     if float in kinds:
