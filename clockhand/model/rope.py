@@ -23,12 +23,13 @@ from clockhand.config import ModelConfig
 
 
 def frequencies(config: ModelConfig, lengths: Tensor | None = None) -> Tensor:
-    """θ of every pair in radians per token, float64, (1, Dh/2); (B, Dh/2) where `dynamic` scaling reads `lengths` (B,).
+    """θ of every pair in radians per token, float64, (Dh/2,).
 
-    `lengths` are the sequence lengths that dynamic scaling adapts to; other scalings do not look at them.
+    `dynamic` scaling alone looks at `lengths`, the length of the sequence each token belongs to, in any shape that
+    broadcasts with the positions, (B, T) or (B, 1); θ then has one more axis, (..., Dh/2).
     """
     pair = torch.arange(0, config.head_dim, 2, dtype=torch.float64)  # 2i
-    plain = config.rope_theta ** (-pair / config.head_dim)[None]  # (1, Dh/2)
+    plain = config.rope_theta ** (-pair / config.head_dim)  # (Dh/2,)
     factor, original = config.rope_factor, config.rope_original_max_seq_len
     # The exponent for which the slowest hand ends up exactly `factor` times slower, and the fastest unchanged.
     ntk = config.head_dim / (config.head_dim - 2) if config.head_dim > 2 else 1.0
@@ -38,13 +39,13 @@ def frequencies(config: ModelConfig, lengths: Tensor | None = None) -> Tensor:
     if config.rope_scaling == "linear":  # position interpolation, Chen et al. 2023
         return plain / factor
     if config.rope_scaling == "ntk":  # "NTK-aware": a larger base. Multiplying the base by `factor` is the crude form
-        return (config.rope_theta * factor**ntk) ** (-pair / config.head_dim)[None]
+        return (config.rope_theta * factor**ntk) ** (-pair / config.head_dim)
     if config.rope_scaling == "dynamic":  # NTK-aware with a factor that grows with the sequence
         if lengths is None:
             raise ValueError("dynamic scaling needs the sequence lengths")
-        stretch = (factor * lengths.double().clamp(min=original) / original) - (factor - 1)  # (B,)
+        stretch = (factor * lengths.double().clamp(min=original) / original) - (factor - 1)
         base = config.rope_theta * stretch**ntk
-        return base[:, None] ** (-pair / config.head_dim)
+        return base[..., None] ** (-pair / config.head_dim)
     if config.rope_scaling == "yarn":
         keep = 1 - yarn_ramp(config)
         return plain * keep + plain / factor * (1 - keep)
@@ -87,10 +88,10 @@ def rotation(
     """cos and sin of position · θ, each (B, T, Dh/2), for `positions` (B, T).
 
     Angles are formed in float64, since at position 30,000 an fp32 product is already off by 1e-3 radians, and rounded
-    once to `dtype`, which stays fp32 whatever the type of the model. `lengths` (B,) as in `frequencies`.
+    once to `dtype`, which stays fp32 whatever the type of the model. `lengths` as in `frequencies`.
     """
-    theta = frequencies(config, lengths.cpu() if lengths is not None else None)  # (1 or B, Dh/2)
-    angles = positions.cpu().double()[..., None] * theta[:, None, :]  # (B, T, Dh/2); on the CPU: MPS has no float64
+    theta = frequencies(config, lengths.cpu() if lengths is not None else None)  # ([B, T or 1,] Dh/2)
+    angles = positions.cpu().double()[..., None] * theta  # (B, T, Dh/2); on the CPU: MPS has no float64
     scale = attention_factor(config)
     cos, sin = angles.cos() * scale, angles.sin() * scale
     return cos.to(positions.device, dtype), sin.to(positions.device, dtype)

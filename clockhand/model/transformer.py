@@ -145,11 +145,12 @@ class Transformer(nn.Module):
         """
         self._check(ids, positions, documents, cache)
         with torch.set_grad_enabled(torch.is_grad_enabled() and cache is None):
+            padded = positions is not None and bool((positions < 0).any())
             if positions is None:
+                if documents is not None:
+                    documents = documents_in_order(documents)
                 positions = self._default_positions(ids, documents, cache)
-                padded = False
-            else:
-                padded = bool((positions < 0).any())
+            self._check_table(positions)
             sees = self._visibility(positions, documents, cache, padded)
             is_token = positions >= 0 if padded else None
 
@@ -159,7 +160,7 @@ class Transformer(nn.Module):
             x = self.dropout(x)
             turned = None
             if self.config.position == "rope":
-                turned = rotation(self.config, positions.clamp(min=0), self._lengths(positions, cache))
+                turned = rotation(self.config, positions.clamp(min=0), self._lengths(positions, documents, cache))
 
             balance_loss = x.new_zeros((), dtype=torch.float32)
             for layer, block in enumerate(self.blocks):
@@ -168,28 +169,26 @@ class Transformer(nn.Module):
             return HiddenOutput(self.final_norm(x), self.config.balance_coef * balance_loss)
 
     def _check(self, ids: Tensor, positions: Tensor | None, documents: Tensor | None, cache: KVCache | None) -> None:
-        if ids.dim() != 2:
-            raise ClockhandError(f"ids must have shape (batch, tokens), not {tuple(ids.shape)}")
+        if ids.dim() != 2 or ids.numel() == 0:
+            raise ClockhandError(f"ids must have shape (batch, tokens), at least 1 of each, not {tuple(ids.shape)}")
+        for name, numbers in (("ids", ids), ("positions", positions)):
+            if numbers is not None and numbers.dtype not in (torch.int64, torch.int32):
+                raise ClockhandError(f"{name} must be int64 or int32, not {numbers.dtype}")
         for name, other in (("positions", positions), ("documents", documents)):
             if other is not None and other.shape != ids.shape:
                 raise ClockhandError(f"{name} has shape {tuple(other.shape)} but ids have {tuple(ids.shape)}")
         if documents is not None and cache is not None:
             raise ClockhandError("documents cannot be packed into a cache: give each document its own row")
-        if ids.numel() == 0:
-            return
         low, high = (int(bound) for bound in ids.aminmax())
         if low < 0 or high >= self.config.vocab_size:
             wrong = low if low < 0 else high
             size = self.config.vocab_size
             raise ClockhandError(f"id {wrong} is outside the vocabulary of {size} ids (0 to {size - 1})")
-        if self.config.position == "learned":
-            last = ids.shape[1] - 1 if positions is None else int(positions.max())
-            if cache is not None and positions is None:
-                last += int(cache.lengths.max())
-            if last >= self.config.max_seq_len:
-                raise ClockhandError(
-                    f"position {last} is beyond the learned table of max_seq_len = {self.config.max_seq_len} rows"
-                )
+
+    def _check_table(self, positions: Tensor) -> None:
+        rows = self.config.max_seq_len
+        if self.config.position == "learned" and (last := int(positions.max())) >= rows:
+            raise ClockhandError(f"position {last} is beyond the learned table of max_seq_len = {rows} rows")
 
     def _default_positions(self, ids: Tensor, documents: Tensor | None, cache: KVCache | None) -> Tensor:
         if cache is not None:
@@ -207,12 +206,26 @@ class Transformer(nn.Module):
         causal = counts_up and documents is None and (window == 0 or window >= tokens)
         return Visibility(positions, key_positions, window, documents, documents, plainly_causal=causal)
 
-    def _lengths(self, positions: Tensor, cache: KVCache | None) -> Tensor | None:
+    def _lengths(self, positions: Tensor, documents: Tensor | None, cache: KVCache | None) -> Tensor | None:
+        """The length of the sequence each token belongs to, (B, T) or (B, 1), for the scaling that asks for it."""
         if self.config.rope_scaling != "dynamic":
             return None
         if cache is not None:
-            return torch.full((positions.shape[0],), cache.max_seq_len)
-        return positions.amax(-1) + 1
+            return torch.full_like(positions[:, :1], cache.max_seq_len)
+        if documents is None:
+            return positions.amax(-1, keepdim=True) + 1
+        same = documents[:, :, None] == documents[:, None, :]  # (B, T, T)
+        return positions[:, None, :].masked_fill(~same, -1).amax(-1) + 1
+
+
+def documents_in_order(documents: Tensor) -> Tensor:
+    """The documents of each row numbered 0, 1, 2, ... in their order, (B, T).
+
+    An id that comes back after another is a document of its own: positions start again at 0 there, so were it the same
+    document, the first part would see the second, which is its future.
+    """
+    begins = documents[:, 1:] != documents[:, :-1]
+    return torch.cat((torch.zeros_like(documents[:, :1]), begins.cumsum(-1).to(documents.dtype)), dim=-1)
 
 
 def positions_in_documents(documents: Tensor) -> Tensor:
