@@ -13,7 +13,7 @@ a row's end. Storage grows by doubling up to `max_seq_len`; one token more is re
 import torch
 from torch import Tensor
 
-from clockhand.config import ModelConfig
+from clockhand.config import ModelConfig, require
 from clockhand.errors import ClockhandError
 
 _FIRST_CAPACITY = 64
@@ -38,6 +38,8 @@ class KVCache:
         self.config = config
         self.batch_size = batch_size
         self.max_seq_len = config.max_seq_len if max_seq_len is None else max_seq_len
+        for name in ("batch_size", "max_seq_len"):
+            require(self, name, getattr(self, name) >= 1, "at least 1 in a cache")
         if config.position == "learned" and self.max_seq_len > config.max_seq_len:
             raise ClockhandError(
                 f"a cache of max_seq_len = {self.max_seq_len} must not exceed the model's {config.max_seq_len}, "
@@ -73,9 +75,10 @@ class KVCache:
         if positions.shape[0] != self.batch_size:
             raise ClockhandError(f"a cache of {self.batch_size} rows cannot take a batch of {positions.shape[0]}")
         new = (positions >= 0).sum(-1)  # (B,)
-        longest = int((self.lengths + new).max()) if positions.numel() else int(self.lengths.max())
+        row = int((self.lengths + new).argmax())
+        held = int(self.lengths[row])
+        longest = held + int(new[row])
         if longest > self.max_seq_len:
-            held = int(self.lengths.max())
             raise ClockhandError(
                 f"the cache holds at most max_seq_len = {self.max_seq_len} tokens a row: "
                 f"{held} held and {longest - held} more make {longest}"
@@ -104,6 +107,7 @@ class KVCache:
             raise ClockhandError(f"length = {length} must be 0 or more")
         self.lengths = self.lengths.clamp(max=length)
 
+    @torch.inference_mode(False)  # see _reserve
     def copy(self) -> "KVCache":
         """A cache with the same content and nothing shared: two calls may continue one prefix."""
         twin = KVCache(
@@ -114,6 +118,7 @@ class KVCache:
         twin._values = [tensor.clone() for tensor in self._values]
         return twin
 
+    @torch.inference_mode(False)  # or a cache first filled in that mode could not be written to outside it
     def _reserve(self, needed: int) -> None:
         if needed <= self.capacity:
             return
