@@ -154,16 +154,15 @@ class ModelConfig:
 
     def _check_unread(self) -> None:
         """Refuses a value other than the default in a field that this model never reads."""
-        unread = {}  # field -> the setting that makes it idle
+        unread: dict[str, str] = {}  # field -> the setting that makes it idle
         if not self.is_moe:
-            fields = ("n_experts_per_token", "renormalize_top_k", "balance_coef")
-            unread.update(dict.fromkeys(fields, "n_experts = 0"))
+            unread |= dict.fromkeys(("n_experts_per_token", "renormalize_top_k", "balance_coef"), "n_experts = 0")
         if self.position != "rope":
-            fields = ("rope_theta", "rope_layout", "rope_scaling")
-            unread.update(dict.fromkeys(fields, f"position = {self.position}"))
-        for fields in ROPE_SCALING_FIELDS.values():
-            idle = set(fields).difference(ROPE_SCALING_FIELDS[self.rope_scaling])
-            unread.update(dict.fromkeys(idle, f"rope_scaling = {self.rope_scaling}"))
+            idle = f"position = {self.position}"
+            unread |= dict.fromkeys(("rope_theta", "rope_layout", "rope_scaling"), idle)
+        read = ROPE_SCALING_FIELDS[self.rope_scaling]
+        for names in ROPE_SCALING_FIELDS.values():
+            unread |= {name: f"rope_scaling = {self.rope_scaling}" for name in names if name not in read}
         for field in dataclasses.fields(self):
             if field.name in unread:
                 allowed = f"left at {field.default} where {unread[field.name]}, which does not read it"
