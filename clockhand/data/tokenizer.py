@@ -67,7 +67,8 @@ class Tokenizer:
         # With this, text that spells a special token is plain text; such ids come from bos=, eos= and encode_control.
         backend.encode_special_tokens = True
         self._backend = backend
-        self._spec = json.loads(backend.to_str())
+        self.spec: dict[str, Any] = json.loads(backend.to_str())
+        """The content of tokenizer.json."""
         self.bos_id = self._named("bos_token")
         self.eos_id = self._named("eos_token")
         self.pad_id = self._named("pad_token")
@@ -173,7 +174,7 @@ class Tokenizer:
     @cached_property
     def special_tokens(self) -> dict[str, int]:
         """Spelling and id of every control token."""
-        return {token["content"]: token["id"] for token in self._spec["added_tokens"] if token["special"]}
+        return {token["content"]: token["id"] for token in self.spec["added_tokens"] if token["special"]}
 
     @cached_property
     def special_ids(self) -> frozenset[int]:
@@ -184,7 +185,7 @@ class Tokenizer:
     @cached_property
     def kind(self) -> str:
         """byte | char | bpe for byte-level BPE, told from the merges; the model's own name for anything else."""
-        model = self._spec["model"]
+        model = self.spec["model"]
         if model["type"] != "BPE" or self._decoder != "ByteLevel":
             return str(model["type"]).lower()
         if not model["merges"]:
@@ -212,7 +213,7 @@ class Tokenizer:
     @cached_property
     def fingerprint(self) -> str:
         """SHA-256 of everything that decides which ids a document gets."""
-        decisive = [self._spec, self.bos_id, self.eos_id]
+        decisive = [self.spec, self.bos_id, self.eos_id]
         return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()
 
     def _named(self, role: str) -> int | None:
@@ -223,7 +224,7 @@ class Tokenizer:
 
     @cached_property
     def _decoder(self) -> str:
-        decoder = self._spec["decoder"] or {"type": "none"}
+        decoder = self.spec["decoder"] or {"type": "none"}
         if decoder["type"] != "Sequence":
             return str(decoder["type"])
         return "+".join(part["type"] for part in decoder["decoders"])
