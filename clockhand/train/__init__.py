@@ -1,0 +1,1 @@
+"""Training: a loss, an optimizer, a schedule, checkpoints, and the one loop that uses them."""

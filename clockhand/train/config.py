@@ -1,0 +1,106 @@
+"""How a model is trained, as numbers: one frozen value, checked when it is made.
+
+The defaults are for small models on a CPU. A field left at AUTO follows from the others and is settled here, once.
+The architecture is in `clockhand/config.py`.
+"""
+
+from dataclasses import dataclass
+
+from clockhand.config import check_types, require
+
+AUTO = -1
+DEVICES = ("auto", "cpu", "cuda")
+DTYPES = ("float32", "bfloat16")
+
+# fmt: off
+MAY_CHANGE = frozenset({
+    "steps", "warmup_steps", "device",
+    "eval_every", "eval_windows", "save_every", "keep_last", "sample_every", "sample_prompt", "sample_tokens",
+})
+# fmt: on
+"""What a resumed run may change: how long it is, where it runs, and when it looks up from its work."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """One training run. Raises `ClockhandError` when it cannot exist."""
+
+    steps: int = 1000
+    """Updates in the whole run."""
+    batch_size: int = 8
+    """B: rows in a micro-batch."""
+    accumulate: int = 1
+    """Micro-batches whose gradients make one update."""
+    seq_len: int = 256
+    """T: tokens in a row."""
+    seed: int = 0
+    """Initial weights, order of the data and dropout are functions of the seed and the step."""
+    dtype: str = "float32"
+    """float32 | bfloat16: precision of the matrix products. Weights, their gradients and the loss are always fp32."""
+    device: str = "auto"
+    """auto | cpu | cuda. auto is cuda where there is one."""
+
+    learning_rate: float = 1e-3
+    """The peak, reached after the warm-up."""
+    min_lr_ratio: float = 0.1
+    """The rate of the last step, as a part of the peak."""
+    warmup_steps: int = AUTO
+    """Steps of linear climb to the peak. -1 is a tenth of the run, at most 200."""
+    weight_decay: float = 0.1
+    """Of matrices only."""
+    beta1: float = 0.9
+    """AdamW: memory of the gradient."""
+    beta2: float = 0.95
+    """AdamW: memory of its square."""
+    adam_eps: float = 1e-8
+    """AdamW: keeps a division by a vanishing square finite."""
+    clip_norm: float = 1.0
+    """Longest gradient of all parameters together. 0 is off."""
+
+    eval_every: int = AUTO
+    """Steps between evaluations. The end always has one; 0 is only there. -1 is a tenth of the run, at most 500."""
+    eval_windows: int = 32
+    """Held-out windows of seq_len tokens that an evaluation reads: always the same ones."""
+    save_every: int = AUTO
+    """Steps between checkpoints. The end always has one; 0 is only there. -1 is a quarter of the run, at most 500."""
+    keep_last: int = 3
+    """Checkpoints kept. 0 keeps all."""
+    sample_every: int = AUTO
+    """Steps between samples of the model's text; the end has one too. 0 is never. -1 is a quarter of the run."""
+    sample_prompt: str = ""
+    """What the model continues in a sample."""
+    sample_tokens: int = 80
+    """Longest sample, in tokens."""
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        for name in ("steps", "batch_size", "accumulate", "seq_len", "eval_windows", "sample_tokens"):
+            require(self, name, getattr(self, name) >= 1, "at least 1")
+        require(self, "learning_rate", self.learning_rate > 0, "above 0")
+        self._settle("warmup_steps", min(self.steps // 10, 200))
+        self._settle("eval_every", min(max(self.steps // 10, 1), 500))
+        self._settle("save_every", min(max(self.steps // 4, 1), 500))
+        self._settle("sample_every", max(self.steps // 4, 1))
+
+        for name in ("seed", "warmup_steps", "eval_every", "save_every", "keep_last", "sample_every"):
+            require(self, name, getattr(self, name) >= 0, "0 or more")
+        for name in ("weight_decay", "clip_norm"):
+            require(self, name, getattr(self, name) >= 0, "0 or more")
+        for name in ("beta1", "beta2"):
+            require(self, name, 0 <= getattr(self, name) < 1, "in [0, 1)")
+        require(self, "adam_eps", self.adam_eps > 0, "above 0")
+        require(self, "dtype", self.dtype in DTYPES, " | ".join(DTYPES))
+        require(self, "device", self.device in DEVICES, " | ".join(DEVICES))
+        require(self, "min_lr_ratio", 0 <= self.min_lr_ratio <= 1, "in [0, 1]")
+
+    def _settle(self, name: str, value: int) -> None:
+        if getattr(self, name) == AUTO:
+            object.__setattr__(self, name, value)
+
+    @property
+    def min_learning_rate(self) -> float:
+        return self.learning_rate * self.min_lr_ratio
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.batch_size * self.accumulate * self.seq_len
