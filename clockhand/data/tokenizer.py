@@ -184,7 +184,10 @@ class Tokenizer:
 
     @cached_property
     def kind(self) -> str:
-        """byte | char | bpe for byte-level BPE, told from the merges; the model's own name for anything else."""
+        """byte | char | bpe for byte-level BPE, told from the merges; the model's own name for anything else.
+
+        A char tokenizer whose characters all take one byte, as those of English do, is a byte tokenizer.
+        """
         model = self.spec["model"]
         if model["type"] != "BPE" or self._decoder != "ByteLevel":
             return str(model["type"]).lower()
