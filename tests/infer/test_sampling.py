@@ -17,9 +17,6 @@ from transformers import (
 
 from clockhand.errors import ClockhandError
 from clockhand.infer.sampling import (
-    GREEDY,
-    PLAIN,
-    Sampling,
     apply_temperature,
     keep_min_p,
     keep_top_k,
@@ -28,6 +25,7 @@ from clockhand.infer.sampling import (
     penalize_repetition,
     sample,
 )
+from clockhand.infer.settings import GREEDY, PLAIN, Sampling
 
 properties = settings(max_examples=100, deadline=None)
 
