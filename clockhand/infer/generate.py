@@ -1,0 +1,325 @@
+"""Text out of a model, one token after another: the plain way, which every faster way must equal.
+
+A step reads downward: run the model on what its cache has not seen (at first the whole prompt, then one token a row),
+draw one token for each row that still runs, hand it out. Prompts of different lengths are padded on the left:
+
+    prompts      positions            what the cache keeps
+    a b c d e    0  1  2  3  4        a b c d e
+    x y         -1 -1 -1  0  1        x y
+
+A row gets the tokens that it would get alone: nothing it reads depends on its neighbours, row r draws with the seed
+`seed + r`, and a row that has ended is padding until the last one ends.
+
+`stream` yields as it goes, `generate` collects what `stream` yields, `generate_text` takes text instead of ids. How a
+token is drawn is in `sampling.py`; being fast is left to others.
+"""
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import groupby
+from typing import TypedDict, Unpack, overload
+
+import torch
+from torch import Tensor
+
+from clockhand.config import ModelConfig
+from clockhand.data.tokenizer import StreamDecoder, Tokenizer
+from clockhand.errors import ClockhandError
+from clockhand.infer.sampling import next_token_probabilities, sample
+from clockhand.infer.settings import PLAIN, Sampling
+from clockhand.model.cache import KVCache
+from clockhand.model.transformer import Transformer
+
+
+class Options(TypedDict, total=False):
+    """What `stream`, `generate` and `generate_text` take alike, beside the sampling."""
+
+    max_new_tokens: int
+    """Tokens to draw for each prompt at most."""
+    stop_ids: Collection[int] | None
+    """End tokens, any of which ends a row. None means the tokenizer's own, if it has one."""
+    stop_strings: Collection[str]
+    """Texts before which a row's text ends, wherever the borders of its tokens are."""
+    seed: int
+    """Row r of the batch draws as if it were alone with the seed `seed + r`."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one step adds to one row. The texts of a row's pieces, joined, are its completion's text."""
+
+    row: int
+    """Which prompt it continues."""
+    id: int | None
+    """The id drawn. None where the row ended before its first one."""
+    text: str
+    """Whole characters that can no longer turn out to begin a stop string. Often empty."""
+    finish_reason: str | None
+    """None while the row runs on; in its last piece
+    stop: it drew an end token; stop_string: its text came to a stop string;
+    length: it has max_new_tokens; context: prompt and new tokens fill the model's max_seq_len."""
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What was generated for one prompt."""
+
+    text: str
+    """Without special tokens, and ending before the stop string if there was one. Empty without a tokenizer."""
+    ids: list[int]
+    """All that were drawn, with the end token, or with those that spell the stop string."""
+    finish_reason: str
+    """stop | stop_string | length | context, as in `Piece`."""
+
+
+def stream(
+    model: Transformer,
+    prompts: Sequence[Sequence[int]],
+    sampling: Sampling = PLAIN,
+    *,
+    tokenizer: Tokenizer | None = None,
+    max_new_tokens: int = 256,
+    stop_ids: Collection[int] | None = None,
+    stop_strings: Collection[str] = (),
+    seed: int = 0,
+) -> Iterator[Piece]:
+    """Continues every prompt (its ids), and yields a `Piece` for every token drawn. See `Options` for the settings.
+
+    With a tokenizer pieces have text, no id is drawn that it does not know, and an empty prompt begins from its bos
+    token. A setting or a prompt that cannot be honoured raises `ClockhandError` here, before the first piece is asked
+    for; an id beyond the model's vocabulary does so with the first piece.
+    """
+    config = model.config
+    if max_new_tokens < 0:
+        raise ClockhandError(f"max_new_tokens = {max_new_tokens} must be 0 or more")
+    if not 0 <= seed < 2**63:
+        raise ClockhandError(f"seed = {seed} must be between 0 and 2**63 - 1")
+    if stop_ids is None:
+        stop_ids = [] if tokenizer is None or tokenizer.eos_id is None else [tokenizer.eos_id]
+    for id in stop_ids:
+        if not 0 <= id < config.vocab_size:
+            raise ClockhandError(f"end token {id} is outside the vocabulary of {config.vocab_size} ids")
+    if isinstance(stop_strings, str) or "" in stop_strings:
+        raise ClockhandError(f"stop_strings = {stop_strings!r} must be a list of strings, none of them empty")
+    if stop_strings and tokenizer is None:
+        raise ClockhandError(f"stop_strings = {stop_strings!r} need a tokenizer: ids alone have no text to look in")
+
+    rows = []
+    for number, prompt in enumerate(prompts):
+        ids = _checked_prompt(prompt, number, config, tokenizer)
+        text = None if tokenizer is None else TextBeforeStop(tokenizer, stop_strings, after=ids[-1])
+        generator = torch.Generator().manual_seed(seed + number)
+        reach = min(len(ids) + max_new_tokens, config.max_seq_len)
+        limit = "length" if reach == len(ids) + max_new_tokens else "context"
+        rows.append(_Row(number, ids, reach, limit, frozenset(stop_ids), text, generator))
+    known_ids = config.vocab_size if tokenizer is None else tokenizer.vocab_size
+    return _pieces(model, rows, sampling, known_ids)
+
+
+def generate(
+    model: Transformer,
+    prompts: Sequence[Sequence[int]],
+    sampling: Sampling = PLAIN,
+    *,
+    tokenizer: Tokenizer | None = None,
+    **options: Unpack[Options],
+) -> list[Completion]:
+    """The whole continuation of every prompt (its ids), in their order. Everything else is as in `stream`."""
+    rows: list[list[Piece]] = [[] for _ in prompts]
+    for piece in stream(model, prompts, sampling, tokenizer=tokenizer, **options):
+        rows[piece.row].append(piece)
+    return [
+        Completion(
+            text="".join(piece.text for piece in pieces),
+            ids=[piece.id for piece in pieces if piece.id is not None],
+            finish_reason=str(pieces[-1].finish_reason),
+        )
+        for pieces in rows
+    ]
+
+
+@overload
+def generate_text(
+    model: Transformer, tokenizer: Tokenizer, prompts: str, sampling: Sampling = PLAIN, **options: Unpack[Options]
+) -> Completion: ...
+@overload
+def generate_text(
+    model: Transformer,
+    tokenizer: Tokenizer,
+    prompts: list[str],
+    sampling: Sampling = PLAIN,
+    **options: Unpack[Options],
+) -> list[Completion]: ...
+def generate_text(
+    model: Transformer,
+    tokenizer: Tokenizer,
+    prompts: str | list[str],
+    sampling: Sampling = PLAIN,
+    **options: Unpack[Options],
+) -> Completion | list[Completion]:
+    """Continues one text, or a list of them as one batch: a `Completion` for one, a list of them for a list.
+
+    >>> generate_text(model, tokenizer, "Once upon", Sampling(temperature=0.8), max_new_tokens=20).text
+    ' a time there was ...'
+    """
+    texts = [prompts] if isinstance(prompts, str) else prompts
+    ids = [prompt_ids(tokenizer, text) for text in texts]
+    completions = generate(model, ids, sampling, tokenizer=tokenizer, **options)
+    return completions[0] if isinstance(prompts, str) else completions
+
+
+def prompt_ids(tokenizer: Tokenizer, text: str) -> list[int]:
+    """The ids a model is given to continue `text` from: as documents begin in training, with bos where there is one."""
+    return tokenizer.encode(text, bos=True)
+
+
+class TextBeforeStop:
+    """The text of ids as they come, ending before the first stop string.
+
+    An end of the text that may yet become a stop string is held back until that is known, so none is ever shown in
+    part. What counts is the stop string that is complete first (the longest, if several are at once), and hence never
+    where the borders of the tokens are.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stop_strings: Iterable[str], after: int) -> None:
+        """`after` is the id before the first: a space that follows text is part of the text."""
+        self.stopped = False
+        self._stop_strings = list(stop_strings)
+        self._decoder = StreamDecoder(tokenizer, continues=after not in tokenizer.special_ids)
+        self._held = ""
+
+    def push(self, id: int) -> str:
+        """The text that is certain with this id. `stopped` tells whether it was the last."""
+        return self._advance(self._decoder.push(id))
+
+    def flush(self) -> str:
+        """The text still held back, when no more ids come."""
+        text = self._advance(self._decoder.flush()) + self._held
+        self._held = ""
+        return text
+
+    def _advance(self, more: str) -> str:
+        if self.stopped:
+            return ""
+        text, stops = self._held + more, self._stop_strings
+        found = [(start + len(stop), start) for stop in stops if (start := text.find(stop)) >= 0]
+        if found:
+            self.stopped, self._held = True, ""
+            _, start = min(found)
+            return text[:start]
+        beginnings = (i for i in range(len(text)) if any(stop.startswith(text[i:]) for stop in stops))
+        certain = next(beginnings, len(text))
+        self._held = text[certain:]
+        return text[:certain]
+
+
+@dataclass
+class _Row:
+    """One prompt on its way."""
+
+    number: int
+    ids: list[int]  # the prompt, and what was drawn since
+    reach: int  # the most ids it may have
+    limit: str  # what it means to reach that: length | context
+    stop_ids: frozenset[int]
+    text: TextBeforeStop | None
+    generator: torch.Generator
+    finish_reason: str | None = None
+
+    def begin(self) -> Iterator[Piece]:
+        """Its only piece, when there is no room for a first token."""
+        if len(self.ids) == self.reach:
+            self.finish_reason = self.limit
+            yield Piece(self.number, None, "", self.limit)
+
+    def extend(self, drawn: int) -> Piece:
+        self.ids.append(drawn)
+        ended = drawn in self.stop_ids
+        text = "" if ended or self.text is None else self.text.push(drawn)
+        if ended:
+            self.finish_reason = "stop"
+        elif self.text is not None and self.text.stopped:
+            self.finish_reason = "stop_string"
+        elif len(self.ids) == self.reach:
+            self.finish_reason = self.limit
+        if self.finish_reason is not None and self.text is not None:
+            text += self.text.flush()
+        return Piece(self.number, drawn, text, self.finish_reason)
+
+
+def _pieces(model: Transformer, rows: list[_Row], sampling: Sampling, known_ids: int) -> Iterator[Piece]:
+    """The loop."""
+    for batch in _batches(model.config, rows):
+        for row in batch:
+            yield from row.begin()
+        weight = model.token_embedding.weight
+        cache = KVCache(model.config, len(batch), max(row.reach for row in batch), weight.dtype, weight.device)
+        while running := [slot for slot, row in enumerate(batch) if row.finish_reason is None]:
+            # On the CPU from here on, so that a seed means the same draws on every device.
+            logits = _next_logits(model, batch, cache)[running].float().cpu()
+            logits[:, known_ids:] = -torch.inf  # a vocabulary may be padded with ids that stand for nothing
+            probabilities = next_token_probabilities(logits, [batch[slot].ids for slot in running], sampling)
+            drawn = sample(probabilities, [batch[slot].generator for slot in running])
+            for slot, id in zip(running, drawn.tolist()):
+                yield batch[slot].extend(id)
+
+
+def _batches(config: ModelConfig, rows: list[_Row]) -> list[list[_Row]]:
+    """Rows that may share a cache: all of them, except under `dynamic` RoPE scaling.
+
+    There the rotation follows the length that the cache is made for, and rows of another reach would be turned
+    otherwise than alone.
+    """
+
+    def reach(row: _Row) -> int:
+        return row.reach if config.rope_scaling == "dynamic" else 0
+
+    return [list(batch) for _, batch in groupby(sorted(rows, key=reach), reach)]
+
+
+def _next_logits(model: Transformer, rows: list[_Row], cache: KVCache) -> Tensor:
+    """The logits after the last id of each row, (B, V). Those of rows that have ended mean nothing."""
+    held = cache.lengths.tolist()
+    unseen = [[] if row.finish_reason else row.ids[length:] for row, length in zip(rows, held)]
+    ids, positions = left_padded(unseen, held)
+    device = cache.lengths.device
+    with torch.no_grad(), _evaluating(model):
+        hidden = model.hidden(ids.to(device), positions.to(device), cache=cache).hidden[:, -1]  # (B, D)
+        return model.lm_head(hidden)
+
+
+def left_padded(rows: Sequence[Sequence[int]], starts: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """ids and positions, each (B, T), of rows of any lengths; row b begins at position starts[b], padding is -1."""
+    width = max(len(row) for row in rows)
+    ids = torch.zeros(len(rows), width, dtype=torch.int64)
+    positions = torch.full_like(ids, -1)
+    for b, (row, start) in enumerate(zip(rows, starts)):
+        ids[b, width - len(row) :] = torch.tensor(row, dtype=torch.int64)
+        positions[b, width - len(row) :] = torch.arange(start, start + len(row))
+    return ids, positions
+
+
+@contextmanager
+def _evaluating(model: Transformer) -> Iterator[None]:
+    """Evaluation mode, and afterwards for every module the one it was in."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+def _checked_prompt(prompt: Sequence[int], number: int, config: ModelConfig, tokenizer: Tokenizer | None) -> list[int]:
+    """The ids to begin from: a copy of the prompt, or bos where it is empty."""
+    ids = [int(id) for id in prompt]
+    if not ids:
+        if tokenizer is None or tokenizer.bos_id is None:
+            raise ClockhandError(f"prompt {number} is empty, and without a tokenizer's bos token nothing begins a text")
+        ids = [tokenizer.bos_id]
+    if len(ids) > config.max_seq_len:
+        limit = f"the model's context of max_seq_len = {config.max_seq_len}"
+        raise ClockhandError(f"prompt {number} has {len(ids)} tokens, more than {limit}")
+    return ids
