@@ -170,7 +170,7 @@ MOE_KEYS = {
     "renormalize_top_k": "norm_topk_prob",
     "balance_coef": "router_aux_loss_coef",
 }
-"""In a family with experts, beside KEYS: there `intermediate_size` is the width of dense layers, which we do not mix."""
+"""In a family with experts, beside KEYS. Its `intermediate_size` is the width of dense layers, which we do not mix in."""
 ROPE_KEYS = {
     "rope_factor": "factor",
     "rope_original_max_seq_len": "original_max_position_embeddings",
@@ -340,8 +340,8 @@ def _read_family(raw: Mapping[str, Any], family: Family, source: str) -> dict[st
     """Every field of a ModelConfig as `raw` says it in the family's words."""
     absent = {**WHEN_ABSENT, **family.when_absent}
     raw = {key: value for key, value in raw.items() if value is not None or key == "sliding_window"}
-    if family.moe and "num_local_experts" in raw:  # what transformers 5 writes for num_experts
-        raw.setdefault("num_experts", raw["num_local_experts"])
+    if family.moe and "num_experts" not in raw and "num_local_experts" in raw:  # transformers 5 writes it so
+        raw["num_experts"] = raw.pop("num_local_experts")
     keys = {**KEYS, **MOE_KEYS} if family.moe else KEYS
     values: dict[str, Any] = {"qk_norm": family.can_say["qk_norm"][0]}
     for ours, theirs in keys.items():
@@ -349,12 +349,12 @@ def _read_family(raw: Mapping[str, Any], family: Family, source: str) -> dict[st
             values[ours] = raw.get(theirs, absent.get(theirs))
         elif theirs not in MAY_BE_ABSENT:
             raise ClockhandError(f"{source} does not state '{theirs}'")
-    read = {*keys.values(), "intermediate_size", "num_local_experts", "layer_types", OWN_KEY}
+    read = {*keys.values(), "intermediate_size", "layer_types", OWN_KEY}
 
     values["attention_bias"] = family.can_say["attention_bias"][0]
     if "all" in family.can_say["attention_bias"]:
         read.add("attention_bias")
-        values["attention_bias"] = "all" if raw.get("attention_bias") else "none"
+        values["attention_bias"] = "all" if _flag(raw, "attention_bias", source) else "none"
     if True in family.can_say["mlp_bias"]:
         read.add("mlp_bias")
         values["mlp_bias"] = raw.get("mlp_bias", False)
@@ -382,7 +382,7 @@ def _read_window(raw: Mapping[str, Any], family: Family, source: str) -> int:
     """The sliding window of all layers. A model that mixes layers with one and without is refused."""
     always = family.model_type == "mistral"
     window = 0
-    if family.windowed and (always or raw.get("use_sliding_window", False)):
+    if family.windowed and (always or _flag(raw, "use_sliding_window", source)):
         window = raw.get("sliding_window", WHEN_ABSENT["sliding_window"]) or 0
     if window and not always and "layer_types" not in raw:
         n_layers = _number(raw["num_hidden_layers"], "num_hidden_layers", source)
@@ -427,10 +427,11 @@ def _read_rope(raw: Mapping[str, Any], max_seq_len: Any, source: str) -> dict[st
     if rope_type not in ROPE_TYPES:
         raise unknown_name("rope_type", str(rope_type), ROPE_TYPES, source)
     values["rope_scaling"] = "none" if rope_type == "default" else rope_type
-    if rope_type in ("yarn", "llama3"):
-        scaling.setdefault("original_max_position_embeddings", max_seq_len)
-        if "original_max_position_embeddings" in raw:  # beside the object it wins over inside it
-            scaling["original_max_position_embeddings"] = raw["original_max_position_embeddings"]
+    original = "original_max_position_embeddings"
+    if original in raw:  # beside the object it wins over inside it
+        scaling[original] = raw[original]
+    elif rope_type in ("yarn", "llama3"):
+        scaling.setdefault(original, max_seq_len)
     if rope_type == "yarn":
         _settle_yarn(scaling, max_seq_len, source)
 
@@ -461,7 +462,72 @@ def _settle_yarn(scaling: dict[str, Any], max_seq_len: Any, source: str) -> None
         scaling["attention_factor"] = (over * growth + 1) / (under * growth + 1)
 
 
+def _flag(raw: Mapping[str, Any], key: str, source: str) -> bool:
+    value = raw.get(key, False)
+    if type(value) is not bool:
+        raise ClockhandError(f"{key} = {value!r} in {source} must be true or false")
+    return value
+
+
 def _number(value: Any, key: str, source: str) -> float:
     if type(value) not in (int, float) or not 0 <= value < 1e18:
         raise ClockhandError(f"{key} = {value!r} in {source} must be a number, 0 or more")
     return value
+
+
+# ---- GGUF: tensors ----
+
+GGUF_WORDS = {
+    "token_embedding.": "token_embd.",
+    "final_norm.": "output_norm.",
+    "lm_head.": "output.",
+    "blocks.": "blk.",
+    ".attention_norm.": ".attn_norm.",
+    ".attention.q_proj.": ".attn_q.",
+    ".attention.k_proj.": ".attn_k.",
+    ".attention.v_proj.": ".attn_v.",
+    ".attention.o_proj.": ".attn_output.",
+    ".attention.q_norm.": ".attn_q_norm.",
+    ".attention.k_norm.": ".attn_k_norm.",
+    ".mlp_norm.": ".ffn_norm.",
+    ".mlp.router.": ".ffn_gate_inp.",
+    ".mlp.gate_proj.": ".ffn_gate.",
+    ".mlp.up_proj.": ".ffn_up.",
+    ".mlp.down_proj.": ".ffn_down.",
+}
+"""Parts of a tensor's name in GGUF."""
+GGUF_ROPE_DIVISORS = "rope_freqs.weight"
+"""(Dh/2,): what each frequency is divided by. How `llama` files say Llama 3's scaling."""
+
+
+def gguf_tensor(name: str) -> tuple[str, int | None]:
+    """GGUF's name of a tensor, and which expert of it ours is: it holds all experts of a layer in one, (E, rows, D).
+
+    `blocks.0.mlp.experts.3.up_proj.weight` -> (`blk.0.ffn_up_exps.weight`, 3)
+    """
+    expert = None
+    if ".mlp.experts." in name:
+        before, _, after = name.partition(".mlp.experts.")
+        number, _, projection = after.partition(".")
+        name, expert = f"{before}.mlp.{projection}", int(number)
+    for ours, theirs in GGUF_WORDS.items():
+        name = name.replace(ours, theirs)
+    return (name if expert is None else name.replace(".weight", "_exps.weight")), expert
+
+
+# ---- GGUF: keys ----
+
+GGUF_SAME_AS: dict[str, tuple[Any, ...]] = {
+    "attention.causal": (True,),
+    "attention.sliding_window": (0,),
+    "expert_gating_func": (1,),  # softmax
+    "expert_shared_count": (0,),
+    "expert_weights_norm": (True,),
+    "expert_weights_scale": (0.0, 1.0),
+    "rope.scaling.yarn_ext_factor": (1.0, -1.0),
+    "rope.scaling.yarn_attn_factor": (1.0,),
+    "rope.scaling.yarn_log_multiplier": (0.0,),
+    "use_parallel_residual": (False,),
+}
+"""Keys of an architecture that we honour at these values only."""
+GGUF_HARMLESS = frozenset({"rope.scaling.finetuned", "tensor_data_layout", "vocab_size"})
