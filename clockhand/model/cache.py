@@ -69,11 +69,9 @@ class KVCache:
     def begin(self, positions: Tensor) -> Tensor:
         """Opens a call that will write at `positions` (B, T), -1 for padding; returns the key positions to see, (B, S).
 
-        Raises `ClockhandError` when the batch does not fit, a position skips or repeats, or a row would outgrow
-        max_seq_len.
+        Raises `ClockhandError` when a position skips or repeats, or a row would outgrow max_seq_len; the cache is then
+        as it was.
         """
-        if positions.shape[0] != self.batch_size:
-            raise ClockhandError(f"a cache of {self.batch_size} rows cannot take a batch of {positions.shape[0]}")
         new = (positions >= 0).sum(-1)  # (B,)
         row = int((self.lengths + new).argmax())
         held = int(self.lengths[row])

@@ -179,6 +179,8 @@ class Transformer(nn.Module):
                 raise ClockhandError(f"{name} has shape {tuple(other.shape)} but ids have {tuple(ids.shape)}")
         if documents is not None and cache is not None:
             raise ClockhandError("documents cannot be packed into a cache: give each document its own row")
+        if cache is not None and cache.batch_size != ids.shape[0]:
+            raise ClockhandError(f"a cache of {cache.batch_size} rows cannot take a batch of {ids.shape[0]}")
         low, high = (int(bound) for bound in ids.aminmax())
         if low < 0 or high >= self.config.vocab_size:
             wrong = low if low < 0 else high
