@@ -51,7 +51,7 @@ def _make_model(seed: int = 0, **changes: Any) -> Transformer:
 
 @pytest.fixture(scope="module", autouse=True)
 def _one_thread() -> Iterator[None]:
-    """Tensors this small gain nothing from a second thread, and wait for it up to 60 times as long on a busy machine."""
+    """Tensors this small gain nothing from a second thread; on a busy machine, waiting for it took 60 times as long."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
