@@ -50,9 +50,9 @@ class TrainWindows:
                 f"corpus '{corpus.folder}' has {self.split.n_tokens:,} training tokens; one window needs"
                 f" {seq_len + 1:,} (seq_len = {seq_len} and the target of its last token)"
             )
-        # One window less than would fit if there is more than one, which leaves room for the offset.
+        # If several fit, at least a window's length is left over, so that the offsets move every cut everywhere.
         self.windows_per_epoch = max(1, (self.split.n_tokens - seq_len) // seq_len)
-        self._n_offsets = min(seq_len, self.split.n_tokens - self.windows_per_epoch * seq_len)
+        self._n_offsets = self.split.n_tokens - self.windows_per_epoch * seq_len
 
     def batch(self, step: int, rows: slice = slice(None)) -> Batch:
         """The windows of `step` (counted from 0): all, or those `rows` of them."""

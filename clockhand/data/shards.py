@@ -122,6 +122,14 @@ def verify(folder: str | Path) -> list[str]:
     return [*files, "index.json"]
 
 
+def show(folder: str | Path) -> dict[str, Any]:
+    """What a person wants to know of a corpus: the index without hashes, and how much text a token stands for."""
+    index = Corpus.open(folder).index
+    kept = ("settings", "tokenizer", "dtype", "splits", "held_out", "report")
+    per_token = {name: split["text_bytes"] / split["tokens"] for name, split in index["splits"].items()}
+    return {**{key: index[key] for key in kept}, "bytes_per_token": per_token}
+
+
 class Corpus:
     """A folder made by `prepare`. `index` is the content of its index.json."""
 
