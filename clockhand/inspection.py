@@ -6,11 +6,12 @@ rich is imported only to draw.
 """
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from clockhand import count
-from clockhand.config import ModelConfig
+from clockhand.config import ModelConfig, from_dict
 from clockhand.errors import unknown_name
 from clockhand.presets import PRESETS, build
 
@@ -20,17 +21,22 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 
-def resolve(name_or_path: str) -> tuple[str, ModelConfig]:
+def resolve(name_or_path: str, changes: Mapping[str, Any] | None = None) -> tuple[str, ModelConfig]:
     """A label and the config of a preset, a model folder or a run folder. A preset goes before a folder of its name.
 
-    Raises `ClockhandError` when it is none of these, with the nearest preset.
+    `changes` (`{"n_layers": 6}`) replace fields of it. Raises `ClockhandError` when it is none of the three, with the
+    nearest preset.
     """
+    changes = changes or {}
+    label = ", ".join([name_or_path, *(f"{field}={value}" for field, value in changes.items())])
     if name_or_path in PRESETS:
-        return name_or_path, build(name_or_path)
+        return label, build(name_or_path, **changes)
     if Path(name_or_path).exists():
         from clockhand.interop.hf import find_model_folder, read_config
 
-        return name_or_path, read_config(find_model_folder(Path(name_or_path)))
+        folder = find_model_folder(name_or_path)
+        stored = dataclasses.asdict(read_config(folder))
+        return label, from_dict(ModelConfig, {**stored, **changes}, f"{folder} with {', '.join(changes)} changed")
     raise unknown_name("preset or folder", name_or_path, PRESETS)
 
 

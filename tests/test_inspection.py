@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -11,6 +12,8 @@ from clockhand import count
 from clockhand.config import ModelConfig
 from clockhand.errors import ClockhandError
 from clockhand.inspection import compare_json, describe, inspect_json, render, render_comparison, resolve
+from clockhand.interop.hf import save_model
+from clockhand.model.transformer import Transformer
 from clockhand.presets import PRESETS, build
 
 
@@ -130,19 +133,55 @@ def test_a_preset_is_found_by_name() -> None:
     assert resolve("mini-llama") == ("mini-llama", build("mini-llama"))
 
 
+def test_changes_reach_a_preset_before_its_derived_fields_are_settled_and_are_named() -> None:
+    label, config = resolve("mini-llama", {"n_layers": 6, "d_model": 256})
+    assert label == "mini-llama, n_layers=6, d_model=256"
+    assert (config.n_layers, config.d_model, config.head_dim) == (6, 256, 32)
+    with pytest.raises(ClockhandError, match="unknown field 'n_layer'"):
+        resolve("mini-llama", {"n_layer": 6})
+
+
+@pytest.fixture(scope="module")
+def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run folder whose final/ is a small model."""
+    folder = tmp_path_factory.mktemp("runs") / "small"
+    folder.mkdir()
+    save_model(Transformer(build("tiny", vocab_size=50, n_layers=2)), folder / "final")
+    return folder
+
+
+@pytest.mark.parametrize("inside", ["", "final"])
+def test_a_run_folder_means_its_final_model_folder(run_folder: Path, inside: str) -> None:
+    label, config = resolve(str(run_folder / inside))
+    assert label == str(run_folder / inside)
+    assert config == build("tiny", vocab_size=50, n_layers=2)
+    assert resolve(str(run_folder), {"n_layers": 3})[1].n_layers == 3
+
+
+def test_a_change_a_folder_cannot_take_is_refused_naming_the_folder(run_folder: Path) -> None:
+    with pytest.raises(ClockhandError, match=r"n_kv_heads = 4 must be a divisor.*final with n_kv_heads changed"):
+        resolve(str(run_folder), {"n_kv_heads": 4})
+
+
+def test_a_folder_that_holds_no_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ClockhandError):
+        resolve(str(tmp_path))
+
+
 def test_what_is_neither_preset_nor_folder_is_refused_with_the_nearest_preset() -> None:
     with pytest.raises(ClockhandError, match="unknown preset or folder 'mini-lama'; did you mean 'mini-llama'"):
         resolve("mini-lama")
 
 
-def test_inspecting_imports_no_torch_and_json_no_rich() -> None:
+def test_inspecting_a_preset_or_a_folder_imports_no_torch_and_json_no_rich(run_folder: Path) -> None:
     script = (
         "import json, sys\n"
-        "from clockhand import inspection\n"
-        "json.dumps(inspection.inspect_json(*reversed(inspection.resolve('mini-llama'))))\n"
+        "from clockhand.inspection import inspect_json, render, resolve\n"
+        "models = [resolve(name) for name in ('mini-llama', sys.argv[1])]\n"
+        "print(json.dumps([inspect_json(config, name) for name, config in models]))\n"
         "assert 'rich' not in sys.modules\n"
         "from rich.console import Console\n"
-        "Console().print(inspection.render(inspection.resolve('tiny')[1], 'tiny'))\n"
-        "assert 'torch' not in sys.modules and 'numpy' not in sys.modules\n"
+        "Console().print(*[render(config, name) for name, config in models])\n"
+        "assert 'torch' not in sys.modules\n"
     )
-    subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, timeout=60)
+    subprocess.run([sys.executable, "-c", script, run_folder], check=True, timeout=60, stdout=subprocess.DEVNULL)
