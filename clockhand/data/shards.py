@@ -79,7 +79,7 @@ def prepare(settings: CorpusSettings, out: str | Path, progress: Progress | None
     """
     out = Path(out).absolute()
     empty = out.is_dir() and not any(out.iterdir())
-    if out.exists() and not empty and not _is_corpus(out):
+    if out.exists() and not empty and not is_corpus(out):
         raise ClockhandError(f"'{out}' exists and is no corpus: give another folder")
     progress = progress or (lambda phase, done, total: None)
     building = out.with_name(f".{out.name}.{os.getpid()}")
@@ -140,7 +140,7 @@ class Corpus:
     def open(cls, folder: str | Path) -> "Corpus":
         """Reads the index and checks that every file has its size. Raises `ClockhandError` if it is no whole corpus."""
         folder = Path(folder)
-        if not _is_corpus(folder):
+        if not is_corpus(folder):
             raise ClockhandError(f"'{folder}' is no corpus: it has no index.json made by 'clockhand data prepare'")
         try:
             index = json.loads((folder / "index.json").read_text("utf-8"))
@@ -416,9 +416,9 @@ def _seal(index: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
 
-def _is_corpus(folder: Path) -> bool:
+def is_corpus(folder: str | Path) -> bool:
     """Whether it was once written as a corpus, whole or not."""
-    file = folder / "index.json"
+    file = Path(folder) / "index.json"
     return file.is_file() and FORMAT.encode() in file.read_bytes()
 
 
