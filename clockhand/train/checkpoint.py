@@ -1,0 +1,120 @@
+"""Checkpoints: whole or absent, verified when read, and openable as a model like any other folder.
+
+    checkpoints/step-00001000/
+      config.json model.safetensors tokenizer.json ...   a model folder
+      training.safetensors                               what the optimizer remembers
+      training.json                                      step, configs, and size and SHA-256 of every other file
+
+The randomness and the order of the data are functions of the seed and the step, so no generator needs to be stored.
+
+How a folder appears whole or not at all is in `disk.py`. Nothing here is a pickle.
+"""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from clockhand.data.tokenizer import Tokenizer
+from clockhand.errors import ClockhandError
+from clockhand.interop.hf import load_model, save_model
+from clockhand.model.transformer import Transformer
+from clockhand.train.disk import replacing
+from clockhand.train.optim import load_optimizer_tensors, optimizer_tensors
+
+STATE_FILE, TENSORS_FILE = "training.json", "training.safetensors"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    folder: Path
+    state: dict[str, Any]
+    """What `training.json` holds."""
+
+    @property
+    def step(self) -> int:
+        return self.state["step"]
+
+
+def save_checkpoint(
+    root: Path, model: Transformer, optimizer: torch.optim.Optimizer, tokenizer: Tokenizer, state: dict[str, Any]
+) -> Path:
+    """Writes `root/step-...` with everything a run needs to go on; returns that folder.
+
+    `state` holds the plain values, `step` among them. Raises `ClockhandError` when the disk refuses; what was there
+    before is untouched then, and nothing half-written stays.
+    """
+    folder = root / f"step-{state['step']:08d}"
+    with replacing(folder) as unfinished:
+        save_model(model, unfinished, tokenizer)
+        save_file(optimizer_tensors(model, optimizer), unfinished / TENSORS_FILE)
+        files = {path.name: _size_and_hash(path) for path in sorted(unfinished.iterdir())}
+        (unfinished / STATE_FILE).write_text(json.dumps({**state, "files": files}, indent=2) + "\n", encoding="utf-8")
+    return folder
+
+
+def newest_checkpoint(root: Path, warn: Callable[[str], None]) -> Checkpoint | None:
+    """The newest whole checkpoint under `root`, or None. One that is not whole is skipped with a line to `warn`."""
+    for folder in reversed(_folders(root)):
+        try:
+            return open_checkpoint(folder)
+        except ClockhandError as error:
+            warn(f"{error}; skipping this checkpoint")
+    return None
+
+
+def open_checkpoint(folder: Path) -> Checkpoint:
+    """Reads `training.json` and verifies every file it names. Raises `ClockhandError` naming the first wrong file."""
+    try:
+        state = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
+        files, _ = state["files"], state["step"]
+    except (OSError, ValueError, TypeError, KeyError):
+        raise ClockhandError(f"{folder / STATE_FILE} is missing or damaged") from None
+    for name, expected in files.items():
+        path = folder / name
+        if not path.is_file():
+            raise ClockhandError(f"{path} is missing")
+        if path.stat().st_size != expected["size"]:
+            size = path.stat().st_size
+            raise ClockhandError(f"{path} has {size} bytes, not the {expected['size']} it was saved with")
+        if _size_and_hash(path) != expected:
+            raise ClockhandError(f"{path} is damaged: its SHA-256 is not the one it was saved with")
+    return Checkpoint(folder, state)
+
+
+def restore(checkpoint: Checkpoint, model: Transformer, optimizer: torch.optim.Optimizer) -> None:
+    """Puts the weights and the optimizer's memory of a verified checkpoint in place."""
+    model.load_state_dict(load_model(checkpoint.folder).state_dict())
+    load_optimizer_tensors(model, optimizer, load_file(checkpoint.folder / TENSORS_FILE))
+
+
+def remove_old(root: Path, keep_last: int, step: int) -> None:
+    """Keeps the last `keep_last` checkpoints up to `step` (0 keeps all).
+
+    One beyond `step` is a damaged one that was skipped. It does not count, or it might push out a whole one.
+    """
+    reached = [folder for folder in _folders(root) if _step_of(folder) <= step]
+    for folder in reached[:-keep_last] if keep_last else []:
+        shutil.rmtree(folder)
+
+
+def _folders(root: Path) -> list[Path]:
+    """The checkpoint folders under `root`, oldest step first."""
+    return sorted((path for path in root.glob("step-*") if _step_of(path) >= 0), key=_step_of)
+
+
+def _step_of(folder: Path) -> int:
+    digits = folder.name.removeprefix("step-")
+    return int(digits) if digits.isdecimal() else -1
+
+
+def _size_and_hash(path: Path) -> dict[str, Any]:
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return {"size": path.stat().st_size, "sha256": digest}

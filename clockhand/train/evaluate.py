@@ -1,0 +1,134 @@
+"""How well a model predicts text it has not seen: nats per token, perplexity, bits per byte.
+
+Nats per token depend on the tokenizer: longer tokens are harder to guess and there are fewer of them. Bits per byte do
+not, so they compare models with different vocabularies:
+
+    bits per byte = Σ nats / ln 2 / Σ bytes of text the targets stand for
+
+Both sums run over the very same targets. A special token, such as the end of a document, stands for no text, but
+guessing it costs what it costs.
+"""
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from clockhand.data.corpora import Report, read_documents
+from clockhand.data.loader import Batch, ValidationWindows
+from clockhand.data.shards import Corpus, is_corpus
+from clockhand.data.tokenizer import Tokenizer
+from clockhand.errors import ClockhandError
+from clockhand.model.transformer import Transformer
+from clockhand.train.loss import IGNORE_INDEX, batch_loss
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    nats: float
+    """-Σ ln p over all targets."""
+    tokens: int
+    """Targets."""
+    bytes: int
+    """Bytes of text that the targets stand for."""
+
+    @property
+    def loss(self) -> float:
+        """Nats per token."""
+        return self.nats / self.tokens
+
+    @property
+    def perplexity(self) -> float:
+        """e^loss: among how many equally likely tokens the model might as well have chosen."""
+        return math.exp(self.loss) if self.loss < 700 else math.inf
+
+    @property
+    def bits_per_byte(self) -> float:
+        return self.nats / math.log(2) / self.bytes
+
+
+@torch.no_grad()
+def evaluate(
+    model: Transformer, batches: Iterable[Batch], token_bytes: np.ndarray, dtype: str = "float32"
+) -> Evaluation:
+    """The language-model loss of `model` on `batches`, without dropout; the model is left in the mode it was in.
+
+    `token_bytes` (V,) says how many bytes of text each id stands for. Raises `ClockhandError` when there is no target
+    with text in it.
+    """
+    nats, tokens, text_bytes = 0.0, 0, 0
+    was_training = model.training
+    model.eval()
+    for batch in batches:
+        loss, _ = batch_loss(model, batch, dtype)
+        nats += loss.total.item()
+        tokens += loss.count
+        text_bytes += int(token_bytes[batch.targets[batch.targets != IGNORE_INDEX].numpy()].sum())
+    model.train(was_training)
+    if text_bytes == 0:
+        raise ClockhandError(f"nothing to evaluate: {tokens} target tokens with no text in them")
+    return Evaluation(nats, tokens, text_bytes)
+
+
+def evaluate_texts(
+    model: Transformer,
+    tokenizer: Tokenizer,
+    texts: Iterable[str],
+    seq_len: int | None = None,
+    batch_size: int = 8,
+    dtype: str = "float32",
+) -> Evaluation:
+    """`evaluate` on texts of any length, each a document of its own.
+
+    Each is read through a window of `seq_len` tokens (default: the model's max_seq_len) that moves by half of itself.
+    Every token counts once, and has at least half a window of context before it unless its text begins there.
+    """
+    windows = _windows_of(tokenizer, texts, seq_len or model.config.max_seq_len)
+    return evaluate(model, _batches_of(windows, batch_size), tokenizer.token_bytes, dtype)
+
+
+def evaluate_sources(
+    model: Transformer, tokenizer: Tokenizer, source: str, text_field: str = "text", max_windows: int | None = None
+) -> Evaluation:
+    """`evaluate` on text in files, or on the held-out windows of a corpus folder, at most `max_windows` of them.
+
+    Raises `ClockhandError` for a corpus of another tokenizer.
+    """
+    if not is_corpus(source):
+        return evaluate_texts(model, tokenizer, read_documents([source], text_field, Report()))
+    corpus = Corpus.open(source)
+    if corpus.tokenizer.fingerprint != tokenizer.fingerprint:
+        raise ClockhandError(
+            f"corpus '{source}' was made with another tokenizer than the model's: give its text instead"
+        )
+    windows = ValidationWindows(corpus, 8, model.config.max_seq_len, max_windows)
+    return evaluate(model, windows, tokenizer.token_bytes)
+
+
+Window = tuple[Tensor, Tensor]  # ids and targets, both (T,)
+
+
+def _windows_of(tokenizer: Tokenizer, texts: Iterable[str], seq_len: int) -> Iterator[Window]:
+    for text in texts:
+        ids = torch.tensor(tokenizer.encode(text, bos=True))
+        counted = 1  # how many ids have been targets; the first never is
+        while counted < len(ids):
+            end = min(max(counted + (seq_len + 1) // 2, seq_len + 1), len(ids))
+            start = max(end - seq_len - 1, 0)
+            targets = ids[start + 1 : end].clone()
+            targets[: counted - start - 1] = IGNORE_INDEX  # those that an earlier window has counted
+            yield ids[start : end - 1], targets
+            counted = end
+
+
+def _batches_of(windows: Iterator[Window], batch_size: int) -> Iterator[Batch]:
+    """Shorter windows are padded at their end, where nothing that counts can see it."""
+    while rows := list(islice(windows, batch_size)):
+        ids = pad_sequence([ids for ids, _ in rows], batch_first=True)
+        targets = pad_sequence([targets for _, targets in rows], batch_first=True, padding_value=IGNORE_INDEX)
+        yield Batch(ids, targets, documents=None)

@@ -1,0 +1,59 @@
+"""log.jsonl: one line per step, a JSON object with stable keys.
+
+The line of step s has what was measured of the weights after s updates (`val/...`), and the update that was then made
+from them (`train/...`). As both are functions of the step, a run that resumes at step s first drops the lines from s
+on and writes them again, the same: no step is there twice, none is missing.
+"""
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+from clockhand.errors import ClockhandError
+from clockhand.train.disk import write_text
+
+
+class RunLog:
+    def __init__(self, path: Path, step: int) -> None:
+        """Opens `path` for a run that stands at `step`: only whole lines of earlier steps are kept."""
+        self.path = path
+        kept = [row for row in read_log(path) if row["step"] < step]
+        write_text(path, "".join(_line(row) for row in kept))
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, row: dict[str, Any]) -> None:
+        """Appends one line, at once visible to whoever reads the file."""
+        try:
+            self._file.write(_line(row))
+            self._file.flush()
+        except OSError as error:
+            raise ClockhandError(f"cannot write {self.path}: {error.strerror}; checkpoints are whole") from error
+
+    def sync(self) -> None:
+        """Returns when all lines would survive a power cut."""
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_log(path: Path) -> list[dict[str, Any]]:
+    """The rows of a log, up to the first line that is not whole (a process may have died while writing it)."""
+    if not path.exists():
+        return []
+    rows = []
+    for line in path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]:
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            break
+    return rows
+
+
+def _line(row: dict[str, Any]) -> str:
+    """JSON has no NaN and no infinity: null stands for both."""
+    finite = {key: value for key, value in row.items() if not isinstance(value, float) or math.isfinite(value)}
+    plain = {key: finite.get(key) for key in row}
+    return json.dumps(plain, ensure_ascii=False) + "\n"

@@ -1,0 +1,247 @@
+"""The training loop. There is one.
+
+    while True:
+        stop if asked to
+        evaluate, save, sample    if due
+        leave                     after the last step
+        accumulate, clip, update
+        log
+
+A run is a function of (configs, data, seed): whatever is random in step s - the windows, the dropout - is drawn from
+generators seeded by (seed, s) alone. So evaluating and sampling cannot disturb training, and a run that was killed and
+resumes from a checkpoint at step s goes on bit for bit as if nothing had happened.
+
+What a step optimises is in `loss.py` and `optim.py`, what it costs in `schedule.py`, what a person sees in
+`progress.py`.
+"""
+
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from clockhand.config import ModelConfig
+from clockhand.data.loader import TrainWindows, ValidationWindows
+from clockhand.data.shards import Corpus
+from clockhand.errors import ClockhandError
+from clockhand.infer.generate import generate_text
+from clockhand.infer.settings import Sampling
+from clockhand.interop.hf import save_model
+from clockhand.model.transformer import Transformer
+from clockhand.train import run_folder
+from clockhand.train.checkpoint import newest_checkpoint, remove_old, restore, save_checkpoint
+from clockhand.train.config import TrainConfig
+from clockhand.train.evaluate import Evaluation, evaluate
+from clockhand.train.interrupt import Interrupted, stop_on_signals
+from clockhand.train.log import RunLog
+from clockhand.train.loss import batch_loss, count_targets
+from clockhand.train.optim import clip_gradients, make_optimizer, set_learning_rate
+from clockhand.train.progress import Reporter
+from clockhand.train.schedule import learning_rate
+
+MAX_SKIPPED_IN_A_ROW = 5
+SAMPLING = Sampling(temperature=0.8)
+
+
+def train(
+    model_config: ModelConfig,
+    train_config: TrainConfig,
+    corpus: Corpus,
+    out: Path,
+    reporter: Reporter | None = None,
+) -> Evaluation:
+    """Trains a model in the run folder `out` and writes `out/final`; goes on from the newest whole checkpoint there.
+
+    Returns the last evaluation. Raises `Interrupted` after SIGINT or SIGTERM, with everything saved, and
+    `ClockhandError` for what cannot be honoured.
+    """
+    return Trainer(model_config, train_config, corpus, Path(out), reporter or Reporter()).run()
+
+
+class Trainer:
+    """One run: what it is made of, and the steps it takes."""
+
+    def __init__(
+        self, model_config: ModelConfig, config: TrainConfig, corpus: Corpus, out: Path, reporter: Reporter
+    ) -> None:
+        """Stands at step 0, or where the newest whole checkpoint in `out` was."""
+        _refuse_misfits(model_config, config, corpus)
+        self.config, self.corpus, self.out, self.reporter = config, corpus, out, reporter
+        self.windows = TrainWindows(corpus, config.batch_size, config.seq_len, config.seed)
+        self.held_out = ValidationWindows(corpus, config.batch_size, config.seq_len, config.eval_windows)
+        self.plan = {
+            "model": asdict(model_config),
+            "train": asdict(config),
+            "data": run_folder.describe_data(corpus),
+        }
+
+        torch.manual_seed(config.seed)
+        self.model = Transformer(model_config).to(_device(config))
+        self.optimizer = make_optimizer(self.model, config)
+        self.step = self.saved_step = 0  # updates so far, and at the newest checkpoint
+        self.earlier_seconds = 0.0  # that earlier processes of this run have spent
+        self.skipped_in_a_row = 0
+        self._open()
+
+    def _open(self) -> None:
+        run_folder.open_run_folder(self.out)
+        checkpoint = newest_checkpoint(self.out / "checkpoints", self.reporter.note)
+        if checkpoint is not None:
+            run_folder.refuse_changes(self.out, checkpoint.state, self.plan)
+            if checkpoint.step > self.config.steps:
+                reached = f"the run in {self.out} has already made {checkpoint.step}"
+                raise ClockhandError(f"steps = {self.config.steps} but {reached}")
+            restore(checkpoint, self.model, self.optimizer)
+            self.step = self.saved_step = checkpoint.step
+            self.earlier_seconds = checkpoint.state["seconds"]
+            self.reporter.note(f"resuming {self.out} at step {self.step}")
+        run_folder.write_run_config(self.out, self.plan)
+        self.log = RunLog(self.out / "log.jsonl", self.step)
+        self.started = time.perf_counter()
+
+    def run(self) -> Evaluation:
+        """Takes all steps that are left."""
+        config = self.config
+        with self._reporting(), stop_on_signals() as request:
+            while True:
+                if request.signum is not None:
+                    self.save()
+                    raise Interrupted(request.signum)
+
+                row: dict[str, Any] = {"step": self.step, "time": round(self.seconds, 3)}
+                if self.is_due(config.eval_every):
+                    evaluation = self.evaluate()
+                    row |= {"val/loss": evaluation.loss, "val/bpb": evaluation.bits_per_byte}
+                if self.is_due(config.save_every):
+                    self.save()
+                if config.sample_every and self.is_due(config.sample_every):
+                    row["sample"] = self.sample()
+
+                finished = self.step == config.steps
+                if not finished:
+                    row |= self.update()
+                self.log.write(row)
+                self.reporter.row(row)
+                if finished:
+                    break
+                self.step += 1
+            save_model(self.model, self.out / "final", self.corpus.tokenizer)
+            return evaluation
+
+    def is_due(self, every: int) -> bool:
+        """Something is due at multiples of `every`, if that is not 0, and at the end."""
+        return self.step == self.config.steps or (every > 0 and self.step % every == 0)
+
+    @property
+    def seconds(self) -> float:
+        return self.earlier_seconds + time.perf_counter() - self.started
+
+    def update(self) -> dict[str, Any]:
+        """One step of the optimizer, on the mean over all targets of all micro-batches. Returns its part of the row."""
+        config, started = self.config, time.perf_counter()
+        first = self.step * config.accumulate
+        batches = [self.windows.batch(first + micro) for micro in range(config.accumulate)]
+        targets = sum(count_targets(batch.targets) for batch in batches)
+        rate = learning_rate(self.step, config)
+        set_learning_rate(self.optimizer, rate)
+        torch.manual_seed(step_seed(config.seed, self.step))
+
+        loss = balance_loss = 0.0
+        for batch in batches:
+            summed, balance = batch_loss(self.model, batch, config.dtype)
+            share = summed.count / max(targets, 1)  # of this micro-batch in the step
+            (summed.total / max(targets, 1) + share * balance).backward()
+            loss += summed.total.item() / max(targets, 1)
+            balance_loss += share * balance.item()
+        norm = clip_gradients(self.model.parameters(), config.clip_norm)
+        self._apply(targets, loss, norm)
+        self.optimizer.zero_grad()
+
+        row = {
+            "train/loss": loss,
+            "train/lr": rate,
+            "train/grad_norm": norm,
+            "train/tokens": (self.step + 1) * config.tokens_per_step,
+            "train/tok_per_s": round(config.tokens_per_step / (time.perf_counter() - started), 1),
+        }
+        if self.model.config.is_moe:
+            row["train/balance_loss"] = balance_loss
+        return row
+
+    def _apply(self, targets: int, loss: float, norm: float) -> None:
+        """Updates the weights, unless there was nothing to learn from or what came out is not a number."""
+        if targets == 0:
+            return  # with gradients of 0, AdamW would still decay the weights and follow its momentum
+        if math.isfinite(loss) and math.isfinite(norm):
+            self.optimizer.step()
+            self.skipped_in_a_row = 0
+            return
+        self.skipped_in_a_row += 1
+        self.reporter.note(f"step {self.step}: loss {loss}, gradient norm {norm}: this step is not applied")
+        if self.skipped_in_a_row == MAX_SKIPPED_IN_A_ROW:
+            rate = self.config.learning_rate
+            raise ClockhandError(
+                f"no finite loss and gradient in steps {self.step - MAX_SKIPPED_IN_A_ROW + 1} to {self.step}; "
+                f"learning_rate = {rate} may be too high"
+            )
+
+    def evaluate(self) -> Evaluation:
+        return evaluate(self.model, self.held_out, self.corpus.tokenizer.token_bytes, self.config.dtype)
+
+    def sample(self) -> str:
+        """The model's continuation of the prompt, at every step with the same luck."""
+        tokenizer, config = self.corpus.tokenizer, self.config
+        self.model.eval()
+        completion = generate_text(
+            self.model, tokenizer, config.sample_prompt, SAMPLING, max_new_tokens=config.sample_tokens, seed=config.seed
+        )
+        self.model.train()
+        return config.sample_prompt + completion.text
+
+    def save(self) -> None:
+        """Writes a checkpoint of this step, unless there is one (or nothing worth one)."""
+        if self.step == self.saved_step:
+            return
+        self.log.sync()  # a checkpoint must not be newer than the log it continues
+        root = self.out / "checkpoints"
+        state = {"step": self.step, "seconds": self.seconds, **self.plan}
+        save_checkpoint(root, self.model, self.optimizer, self.corpus.tokenizer, state)
+        remove_old(root, self.config.keep_last, self.step)
+        self.saved_step = self.step
+
+    @contextmanager
+    def _reporting(self) -> Iterator[None]:
+        self.reporter.start(self.step, self.config.steps)
+        try:
+            yield
+        finally:
+            self.reporter.stop()
+            self.log.close()
+
+
+def step_seed(seed: int, step: int) -> int:
+    """The seed of torch's generator within one step: two numbers mixed into one of 32 bits."""
+    return int(np.random.SeedSequence((seed, step)).generate_state(1)[0])
+
+
+def _device(config: TrainConfig) -> torch.device:
+    found = torch.cuda.is_available()
+    if config.device == "cuda" and not found:
+        raise ClockhandError("device = 'cuda' but torch finds none here; use auto or cpu")
+    return torch.device("cuda" if found and config.device != "cpu" else "cpu")
+
+
+def _refuse_misfits(model_config: ModelConfig, config: TrainConfig, corpus: Corpus) -> None:
+    if config.seq_len > model_config.max_seq_len:
+        raise ClockhandError(f"seq_len = {config.seq_len} must be at most max_seq_len = {model_config.max_seq_len}")
+    ids = corpus.tokenizer.vocab_size
+    if model_config.vocab_size < ids:
+        raise ClockhandError(
+            f"vocab_size = {model_config.vocab_size} must be at least {ids}, the size of the corpus's tokenizer"
+        )

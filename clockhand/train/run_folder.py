@@ -1,0 +1,78 @@
+"""The folder of one run: what is written there at the start, and what a run that comes back must agree with.
+
+    corpus/          the data, where the run was given text
+    config.json      everything resolved: model, training, data, versions
+    log.jsonl        one line per step
+    checkpoints/     model folders from which the run can go on
+    final/           the trained model, a model folder
+
+How these are written is in `log.py`, `checkpoint.py` and `disk.py`.
+"""
+
+import hashlib
+import json
+import platform
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import clockhand
+from clockhand.data.shards import Corpus
+from clockhand.errors import ClockhandError
+from clockhand.train.config import MAY_CHANGE
+from clockhand.train.disk import remove_leftovers, write_text
+
+
+def open_run_folder(out: Path) -> None:
+    """Makes `out`, or makes sure that it is a run folder, and tidies it. Raises `ClockhandError` if it is another."""
+    if out.exists() and not out.is_dir():
+        raise ClockhandError(f"--out {out} is a file, not a folder")
+    if out.exists() and not _is_run_folder(out):
+        raise ClockhandError(f"--out {out} holds other things than a training run; name a new or empty folder")
+    try:
+        (out / "checkpoints").mkdir(parents=True, exist_ok=True)
+        remove_leftovers(out)
+        remove_leftovers(out / "checkpoints")
+    except OSError as error:
+        raise ClockhandError(f"cannot write to --out {out}: {error.strerror}") from error
+
+
+def describe_data(corpus: Corpus) -> dict[str, Any]:
+    """What is remembered of the data: where it was, how much there is, and a hash of all of it."""
+    content = json.dumps(corpus.index["files"], sort_keys=True)  # has the hash of every file
+    return {
+        "folder": str(corpus.folder),
+        "sha256": hashlib.sha256(content.encode()).hexdigest(),
+        "train_tokens": corpus.split("train").n_tokens,
+        "val_tokens": corpus.split("val").n_tokens,
+    }
+
+
+def write_run_config(out: Path, plan: Mapping[str, Any]) -> None:
+    """`plan` has the sections model, train and data."""
+    versions = {"clockhand": clockhand.__version__, "torch": torch.__version__, "python": platform.python_version()}
+    write_text(out / "config.json", json.dumps({**plan, "versions": versions}, indent=2, ensure_ascii=False) + "\n")
+
+
+def refuse_changes(out: Path, started: Mapping[str, Any], asked: Mapping[str, Any]) -> None:
+    """Raises `ClockhandError` naming what in `asked` differs from the run that `started` in `out`."""
+    for section in ("model", "train"):
+        for name, value in started[section].items():
+            now = asked[section].get(name)
+            if now != value and name not in MAY_CHANGE:
+                raise ClockhandError(
+                    f"{name} = {now!r} but the run in {out} was started with {value!r}; give that, or another --out"
+                )
+    if started["data"]["sha256"] != asked["data"]["sha256"]:
+        folders = f"{asked['data']['folder']} is not, or is no longer, {started['data']['folder']}"
+        raise ClockhandError(f"the run in {out} was started with other data ({folders}); give that, or another --out")
+
+
+def _is_run_folder(out: Path) -> bool:
+    """Or will be one: whatever has our config.json, or has nothing in it yet but what is made before that."""
+    try:
+        return "train" in json.loads((out / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {path.name for path in out.iterdir() if not path.name.startswith(".")} <= {"checkpoints", "corpus"}

@@ -1,0 +1,56 @@
+"""log.jsonl: whole lines, no step twice, and nothing a JSON reader stumbles over."""
+
+import json
+import math
+
+from clockhand.train.log import RunLog, read_log
+
+
+def write(path, steps, start=0):
+    log = RunLog(path, start)
+    for step in steps:
+        log.write({"step": step, "train/loss": step / 3})
+    log.close()
+
+
+def steps(path) -> list[int]:
+    return [row["step"] for row in read_log(path)]
+
+
+def test_resuming_drops_the_lines_from_that_step_on_and_leaves_the_others_byte_for_byte(tmp_path):
+    path = tmp_path / "log.jsonl"
+    write(path, range(5))
+    before = path.read_text()
+    write(path, range(3, 6), start=3)
+    assert steps(path) == [0, 1, 2, 3, 4, 5]
+    assert path.read_text().startswith(before)
+
+
+def test_a_line_cut_short_by_a_kill_is_dropped(tmp_path):
+    path = tmp_path / "log.jsonl"
+    write(path, range(3))
+    path.write_text(path.read_text()[:-5])
+    assert steps(path) == [0, 1]
+    write(path, [2], start=2)
+    assert steps(path) == [0, 1, 2]
+
+
+def test_a_fresh_run_starts_an_empty_log(tmp_path):
+    write(tmp_path / "log.jsonl", range(3))
+    write(tmp_path / "log.jsonl", [0])
+    assert steps(tmp_path / "log.jsonl") == [0]
+
+
+def test_a_number_that_is_none_becomes_null(tmp_path):
+    log = RunLog(tmp_path / "log.jsonl", 0)
+    log.write({"step": 0, "train/loss": math.nan, "train/grad_norm": math.inf})
+    log.close()
+    line = json.loads((tmp_path / "log.jsonl").read_text(), parse_constant=lambda name: 1 / 0)
+    assert line == {"step": 0, "train/loss": None, "train/grad_norm": None}
+
+
+def test_a_sample_with_odd_line_ends_stays_on_one_line(tmp_path):
+    log = RunLog(tmp_path / "log.jsonl", 0)
+    log.write({"step": 0, "sample": "a\nb\u2028c\x85d\re"})
+    log.close()
+    assert read_log(tmp_path / "log.jsonl") == [{"step": 0, "sample": "a\nb\u2028c\x85d\re"}]
