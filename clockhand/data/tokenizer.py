@@ -25,6 +25,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import cached_property
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +41,10 @@ SPECIAL_TOKENS = (BOS, EOS, PAD, IM_START, IM_END)
 KINDS = ("bpe", "char", "byte")
 MIN_VOCAB_SIZE = len(SPECIAL_TOKENS) + 256
 DEFAULT_VOCAB_SIZE = 4096
+
+# Where a long text may be cut, and about how long the pieces become.
+LINE_END = re.compile(r"(?<=[\w.,;:!?])\n")
+PIECE_CHARACTERS = 2**16
 
 Merges = list[tuple[str, str]]
 
@@ -131,13 +136,15 @@ class Tokenizer:
         """`encode` for many texts at once, on all cores."""
         before = [self.bos_id] if bos and self.bos_id is not None else []
         after = [self.eos_id] if eos and self.eos_id is not None else []
+        pieces = [self._pieces_of(text) for text in texts]
         try:
-            encodings = self._backend.encode_batch_fast(texts, add_special_tokens=False)
+            encodings = self._backend.encode_batch_fast(list(chain(*pieces)), add_special_tokens=False)
         except TypeError:  # what the library says to a lone surrogate
             for text in texts:
                 _refuse_surrogates(text)
             raise
-        return [before + encoding.ids + after for encoding in encodings]
+        ids = (encoding.ids for encoding in encodings)
+        return [before + list(chain(*islice(ids, len(each)))) + after for each in pieces]
 
     def encode_control(self, text: str, mark: str = "") -> list[int]:
         """Like `encode`, but a spelled-out special token becomes its id. For templates only, never for user text.
@@ -218,6 +225,25 @@ class Tokenizer:
         """SHA-256 of everything that decides which ids a document gets."""
         decisive = [self.spec, self.bos_id, self.eos_id]
         return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()
+
+    def _pieces_of(self, text: str) -> list[str]:
+        """Long text in pieces whose ids are those of the whole, so that all cores work on one text."""
+        if len(text) <= PIECE_CHARACTERS or not self._splits_before_line_ends:
+            return [text]
+        pieces, start = [], 0
+        while line_end := LINE_END.search(text, start + PIECE_CHARACTERS):
+            pieces.append(text[start : line_end.start()])
+            start = line_end.start()
+        return [*pieces, text[start:]]
+
+    @cached_property
+    def _splits_before_line_ends(self) -> bool:
+        """Whether it is ours or like ours: GPT-2's pattern joins no letter to a line end, and nobody else does."""
+        ours = _byte_level_bpe([])
+        same = (
+            self.spec["normalizer"] is None and self.spec["pre_tokenizer"] == json.loads(ours.to_str())["pre_tokenizer"]
+        )
+        return same and all(token["special"] for token in self.spec["added_tokens"])
 
     def _named(self, role: str) -> int | None:
         token = self.config.get(role)

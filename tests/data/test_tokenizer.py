@@ -3,6 +3,7 @@
 import codecs
 import json
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from hypothesis import given, settings
@@ -67,6 +68,23 @@ def test_the_same_text_does_yield_control_tokens_where_a_template_wrote_it():
     tokenizer = TRAINED["bpe"]
     assert tokenizer.encode_control("".join(SPECIAL_TOKENS)) == [0, 1, 2, 3, 4]
     assert tokenizer.encode_control("a<|im_end|>b") == [*tokenizer.encode("a"), 4, *tokenizer.encode("b")]
+
+
+@given(texts=st.lists(st.lists(any_text | st.sampled_from(["\n", "\n\n", " \n", "a\n", ".\r\n"])).map("".join)))
+@settings(max_examples=150, deadline=None)
+def test_long_texts_cut_for_many_cores_have_the_ids_of_the_whole(texts: list[str]):
+    tokenizer = TRAINED["bpe"]
+    whole = [tokenizer._backend.encode(text, add_special_tokens=False).ids for text in texts]
+    with mock.patch("clockhand.data.tokenizer.PIECE_CHARACTERS", 3):
+        assert tokenizer.encode_batch(texts) == whole
+
+
+def test_cutting_long_texts_anywhere_would_change_ids():
+    """The control of the test above: it does cut, and elsewhere that matters."""
+    tokenizer = TRAINED["bpe"]
+    with mock.patch("clockhand.data.tokenizer.PIECE_CHARACTERS", 3):
+        assert tokenizer._pieces_of("speak.\n\nSpeak") == ["speak.", "\n\nSpeak"]
+    assert tokenizer.encode("spe") + tokenizer.encode("ak") != tokenizer.encode("speak")
 
 
 @every_kind
