@@ -279,13 +279,13 @@ def parse_settings(config_type: type, settings: Iterable[str], source: str = "--
         name, equals, text = setting.partition("=")
         name = name.strip().replace("-", "_")
         if not equals:
-            raise ClockhandError(f"'{setting}' (from {source}) must look like name=value")
+            raise ClockhandError(f"{setting!r} (from {source}) must look like name=value")
         if name not in field_names(config_type):
             raise unknown_name("field", name, field_names(config_type), source)
         try:
             parsed[name] = _parse(text.strip(), _kinds(hints[name]))
         except ValueError as error:
-            raise ClockhandError(f"{name} = '{text.strip()}' (from {source}) must be {error}") from None
+            raise ClockhandError(f"{name} = {text.strip()!r} (from {source}) must be {error}") from None
     return parsed
 
 

@@ -22,4 +22,4 @@ def unknown_name(what: str, name: str, known: Iterable[str], source: str = "") -
     near = get_close_matches(name, known, n=1, cutoff=0.5)
     hint = f"did you mean '{near[0]}'?" if near else f"known: {', '.join(known)}"
     origin = f" (from {source})" if source else ""
-    return ClockhandError(f"unknown {what} '{name}'{origin}; {hint}")
+    return ClockhandError(f"unknown {what} {name!r}{origin}; {hint}")
