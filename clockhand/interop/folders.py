@@ -109,15 +109,12 @@ def unreadable(file: Path, error: Exception) -> ClockhandError:
 def read_json(file: Path) -> dict[str, Any]:
     """The object in a JSON file. Raises `ClockhandError` for anything else, and for a file no config could need."""
     try:
-        if file.stat().st_size > _LONGEST_JSON:
-            raise ClockhandError(f"{file} has {file.stat().st_size:,} bytes; at most {_LONGEST_JSON:,} are read")
-        content = json.loads(file.read_text("utf-8"))
-    except FileNotFoundError:
-        raise ClockhandError(f"{file} does not exist") from None
+        size = file.stat().st_size
+        content = json.loads(file.read_text("utf-8")) if size <= _LONGEST_JSON else None
     except (ValueError, RecursionError, OSError) as error:
-        if isinstance(error, ClockhandError):
-            raise
         raise ClockhandError(f"{file} is not readable JSON: {error}") from None
+    if size > _LONGEST_JSON:
+        raise ClockhandError(f"{file} has {size:,} bytes, where a few thousand are usual")
     if not isinstance(content, dict):
         raise ClockhandError(f"{file} must hold a JSON object, not {type(content).__name__}")
     return content
@@ -130,30 +127,29 @@ def replacing(folder: Path) -> Iterator[Path]:
     An empty folder or an older model may be in that place. A folder that holds anything else is refused, because it
     would be lost. Raises `ClockhandError` when the disk refuses.
     """
-    folder = folder.absolute()
+    from safetensors import SafetensorError
+
+    folder = folder.resolve()
     _refuse_foreign(folder)
     unfinished = folder.with_name(f".{folder.name}.unfinished-{os.getpid()}")
-    old = folder.with_name(f".{folder.name}.old-{os.getpid()}")
+    replaced = folder.with_name(f".{folder.name}.replaced-{os.getpid()}")
     try:
         unfinished.mkdir(parents=True)
         yield unfinished
-        for file in (*unfinished.iterdir(), unfinished):
-            _to_disk(file)
+        for path in (*unfinished.iterdir(), unfinished):
+            _to_disk(path)
         if folder.exists():
-            folder.rename(old)
-        try:
-            unfinished.rename(folder)
-        except OSError:
-            if old.exists():
-                old.rename(folder)
-            raise
+            folder.rename(replaced)
+        unfinished.rename(folder)
         _to_disk(folder.parent)
-    except OSError as error:
-        raise ClockhandError(f"cannot write '{folder}': {error.strerror or error}; nothing was changed") from None
+    except (OSError, SafetensorError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise ClockhandError(f"cannot write '{folder}': {reason}; what was there before is whole") from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
-        if folder.exists():
-            shutil.rmtree(old, ignore_errors=True)
+        if replaced.exists() and not folder.exists():
+            replaced.rename(folder)
+        shutil.rmtree(replaced, ignore_errors=True)
 
 
 def _refuse_foreign(folder: Path) -> None:
@@ -168,6 +164,7 @@ def _refuse_foreign(folder: Path) -> None:
 
 
 def _to_disk(path: Path) -> None:
+    """Returns when the file, or the list of names in the folder, would survive a power cut."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -19,7 +19,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +38,8 @@ if TYPE_CHECKING:
 __all__ = ["end_ids", "find_model_folder", "load_model", "read_config", "save_model"]
 
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-"""Types of stored numbers that are read: safetensors' word and torch's."""
+"""Types of stored numbers that are read and written: safetensors' word and torch's."""
+_ID_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 # ---- reading ----
@@ -54,18 +55,16 @@ def read_config(folder: str | Path) -> ModelConfig:
 
 
 def end_ids(folder: str | Path) -> tuple[int, ...]:
-    """Every id that ends a text of this model: those of generation_config.json, or else of config.json."""
-    folder = Path(folder)
-    file = next((folder / name for name in (folders.GENERATION, folders.CONFIG) if (folder / name).is_file()), None)
-    declared = folders.read_json(file).get("eos_token_id") if file else None
+    """Every id that ends a text of this model."""
+    declared = _read_generation(Path(folder)).get("eos_token_id")
     ids = declared if isinstance(declared, list) else [] if declared is None else [declared]
     if any(type(id) is not int for id in ids):
-        raise ClockhandError(f"eos_token_id = {declared!r} in {file} must be an id or a list of ids")
+        raise ClockhandError(f"eos_token_id = {declared!r} in '{folder}' must be an id or a list of ids")
     return tuple(ids)
 
 
 def load_model(folder: str | Path, dtype: "torch.dtype | None" = None) -> "Transformer":
-    """The model in a folder, in evaluation mode, with weights of `dtype` (default: the widest type in the file).
+    """The model in a folder, in evaluation mode, its weights of `dtype` (default: the type that holds all stored ones).
 
     Raises `ClockhandError` that names the first tensors that are missing, surplus or of another shape.
     """
@@ -73,25 +72,26 @@ def load_model(folder: str | Path, dtype: "torch.dtype | None" = None) -> "Trans
 
     folder = Path(folder)
     config = read_config(folder)
-    with _opened(folder) as stored:
-        model = _without_weights(config, stored, folder)
-        names_there = {_name_there(config, name): name for name in model.state_dict()}
-        tied = _name_there(config, "lm_head.weight") if config.tie_embeddings else None
-        _check_names_and_shapes(folder, model, stored, names_there, tied)
-        if tied in stored:
-            embedding = stored[_name_there(config, "token_embedding.weight")].read()
-            if not torch.equal(stored[tied].read(), embedding):
-                raise ClockhandError(f"{folder}: {tied} differs from the embedding, though the config ties them")
-        if dtype is None:
-            kinds = [getattr(torch, DTYPES[each.dtype]) for each in stored.values()]
-            dtype = max(kinds, key=lambda kind: kind.itemsize)
+    with _opened(folder, config) as stored:
+        model = _without_weights(folder, config, stored)
+        wanted = {_name_there(config, name): (name, tuple(each.shape)) for name, each in model.state_dict().items()}
+        second_head = None
+        if config.tie_embeddings:
+            head = _name_there(config, "lm_head.weight")
+            wanted.pop(head)
+            second_head = stored.pop(head, None)
+        _check_names_and_shapes(folder, wanted, stored)
+        if second_head is not None:
+            embedding = stored[_name_there(config, "token_embedding.weight")]
+            if not torch.equal(second_head.read(), embedding.read()):
+                raise ClockhandError(f"{folder}: {head} is not the embedding, though the config ties them")
 
+        if dtype is None:
+            dtype = reduce(torch.promote_types, (getattr(torch, DTYPES[each.dtype]) for each in stored.values()))
         weights = {}
-        for theirs, ours in names_there.items():
-            if theirs != tied:
-                tensor = stored[theirs].read()
-                weights[ours] = torch.empty(tensor.shape, dtype=dtype).copy_(_from_half(config, ours, tensor))
-    model.load_state_dict(weights, strict=False, assign=True)  # strict already, and with better words
+        for theirs, (ours, shape) in wanted.items():
+            weights[ours] = torch.empty(shape, dtype=dtype).copy_(_from_half(config, ours, stored[theirs].read()))
+    model.load_state_dict(weights, strict=False, assign=True)  # it was strict above, in the file's own words
     if config.tie_embeddings:
         model.lm_head.weight = model.token_embedding.weight
     return model.eval()
@@ -107,7 +107,7 @@ class _Stored:
 
 
 @contextmanager
-def _opened(folder: Path) -> "Iterator[dict[str, _Stored]]":
+def _opened(folder: Path, config: ModelConfig) -> "Iterator[dict[str, _Stored]]":
     """All tensors of a folder by their names there, experts one by one. They can be read inside the context."""
     from safetensors import SafetensorError, safe_open
 
@@ -120,73 +120,86 @@ def _opened(folder: Path) -> "Iterator[dict[str, _Stored]]":
                 raise folders.unreadable(file, error) from None
             for name in handle.keys():  # noqa: SIM118 (the handle is no mapping)
                 if name in stored:
-                    raise ClockhandError(f"{folder} holds the tensor {name} twice")
+                    raise ClockhandError(f"'{folder}' holds the tensor {name} twice")
+                part = handle.get_slice(name)
+                if part.get_dtype() not in DTYPES:
+                    raise ClockhandError(f"{file}: {name} is of type {part.get_dtype()}, not {', '.join(DTYPES)}")
                 if not name.endswith(names.COMPUTED_TENSORS):
-                    stored[name] = _stored(handle, name, file)
-        yield _separate_experts(stored)
+                    read = partial(handle.get_tensor, name)
+                    stored[name] = _Stored(tuple(part.get_shape()), part.get_dtype(), read)
+        yield _separate_experts(folder, config, stored)
 
 
-def _stored(handle: Any, name: str, file: Path) -> _Stored:
-    part = handle.get_slice(name)
-    if part.get_dtype() not in DTYPES:
-        raise ClockhandError(f"{file}: {name} is of type {part.get_dtype()}; {', '.join(DTYPES)} are read")
-    return _Stored(tuple(part.get_shape()), part.get_dtype(), lambda: handle.get_tensor(name))
-
-
-def _separate_experts(stored: dict[str, _Stored]) -> dict[str, _Stored]:
+def _separate_experts(folder: Path, config: ModelConfig, stored: dict[str, _Stored]) -> dict[str, _Stored]:
     """`stored` with every tensor that holds all experts of a layer replaced by one for each expert and projection."""
     separate = {}
     for name, whole in stored.items():
-        fused = next((end for end in names.FUSED_EXPERTS if name.endswith(end)), None)
-        if fused is None or len(whole.shape) != 3:
+        ending = next((ending for ending in names.FUSED_EXPERTS if name.endswith(ending)), None)
+        if ending is None:
             separate[name] = whole
             continue
-        layer, projections = name.removesuffix(fused), names.FUSED_EXPERTS[fused]
-        rows = whole.shape[1] // len(projections)
-        for expert in range(whole.shape[0]):
+        projections = names.FUSED_EXPERTS[ending]
+        shape = (config.d_model, config.d_ff) if projections == ("down_proj",) else (config.d_ff, config.d_model)
+        expected = (config.n_experts, len(projections) * shape[0], shape[1])
+        if whole.shape != expected:
+            raise ClockhandError(f"'{folder}': {name} has shape {whole.shape} where the config says {expected}")
+        for expert in range(config.n_experts):
             for number, projection in enumerate(projections):
-                part = slice(number * rows, (number + 1) * rows)
-                separate[f"{layer}.mlp.experts.{expert}.{projection}.weight"] = _Stored(
-                    (rows, whole.shape[2]), whole.dtype, partial(_part, whole, expert, part)
+                rows = slice(number * shape[0], (number + 1) * shape[0])
+                separate[f"{name.removesuffix(ending)}.mlp.experts.{expert}.{projection}.weight"] = _Stored(
+                    shape, whole.dtype, partial(_rows_of_expert, whole, expert, rows)
                 )
     return separate
 
 
-def _part(whole: _Stored, expert: int, rows: slice) -> "Tensor":
+def _rows_of_expert(whole: _Stored, expert: int, rows: slice) -> "Tensor":
     return whole.read()[expert, rows]
 
 
-def _without_weights(config: ModelConfig, stored: dict[str, _Stored], folder: Path) -> "Transformer":
-    """The model with shapes but no storage."""
+def _without_weights(folder: Path, config: ModelConfig, stored: dict[str, _Stored]) -> "Transformer":
+    """The model with shapes but no storage. Raises `ClockhandError` for a size that no file could back."""
     import torch
 
     from clockhand.model.transformer import Transformer
 
     parts = config.n_layers * max(config.n_experts, 1)
     if parts > len(stored):  # a billion layers would fill the memory even without weights
-        raise ClockhandError(f"{folder}: the config asks for {parts} layers or experts of {len(stored)} stored tensors")
+        asked = f"n_layers = {config.n_layers}" + (f" with n_experts = {config.n_experts}" if config.is_moe else "")
+        raise ClockhandError(f"'{folder}': its config says {asked}, but only {len(stored)} tensors are stored")
     try:
         with torch.device("meta"):
             return Transformer(config)
     except (RuntimeError, TypeError, OverflowError):
-        raise ClockhandError(f"{folder}: the config asks for tensors larger than there can be") from None
+        raise ClockhandError(f"'{folder}': its config asks for tensors larger than there can be") from None
 
 
 def _check_names_and_shapes(
-    folder: Path, model: "Transformer", stored: dict[str, _Stored], names_there: dict[str, str], tied: str | None
+    folder: Path, wanted: dict[str, tuple[str, tuple[int, ...]]], stored: dict[str, _Stored]
 ) -> None:
-    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    missing = [theirs for theirs in names_there if theirs not in stored and theirs != tied]
-    surplus = [theirs for theirs in stored if theirs not in names_there]
-    misshapen = [
-        f"{theirs} {stored[theirs].shape} where the config says {shapes[ours]}"
-        for theirs, ours in names_there.items()
-        if theirs in stored and stored[theirs].shape != shapes[ours]
-    ]
-    for problem, found in (("missing", missing), ("surplus", surplus), ("of another shape", misshapen)):
-        if found:
-            more = f" and {len(found) - 3} more" if len(found) > 3 else ""
-            raise ClockhandError(f"{folder}: {problem}: {', '.join(found[:3])}{more}")
+    """Raises `ClockhandError` unless `stored` is exactly what is `wanted`, which says our name and the shape."""
+    found = {
+        "missing": [name for name in wanted if name not in stored],
+        "surplus": [name for name in stored if name not in wanted],
+        "of another shape": [
+            f"{name} {stored[name].shape} instead of {shape}"
+            for name, (_, shape) in wanted.items()
+            if name in stored and stored[name].shape != shape
+        ],
+    }
+    for problem, tensors in found.items():
+        if tensors:
+            more = f" and {len(tensors) - 3} more" if len(tensors) > 3 else ""
+            raise ClockhandError(f"'{folder}': tensors {problem}: {', '.join(tensors[:3])}{more}")
+
+
+def _read_generation(folder: Path) -> dict[str, Any]:
+    """generation_config.json; for an older folder without one, the ids that config.json states."""
+    if (folder / folders.GENERATION).is_file():
+        return folders.read_json(folder / folders.GENERATION)
+    if not (folder / folders.CONFIG).is_file():
+        return {}
+    config = folders.read_json(folder / folders.CONFIG)
+    return {key: config[key] for key in _ID_KEYS if config.get(key) is not None}
 
 
 # ---- writing ----
@@ -203,36 +216,39 @@ def save_model(
 ) -> Path:
     """Writes a model folder beside its place and moves it there; returns it.
 
-    The tokenizer is an object of ours, or its files are copied from a folder as they are, generation_config.json
-    included. `dtype` (default: as the model is) is fp32, bf16 or fp16. `generation` adds to generation_config.json,
-    where `eos_token_id` may be several. `card` is text for the README. An older model in that place is replaced, any
-    other folder is refused; when something fails, nothing has changed.
+    The tokenizer is an object of ours, or its files are copied as they are from another model's folder, together with
+    what that declares for generation. `dtype` (default: as the model is) is fp32, bf16 or fp16. `generation` adds to
+    generation_config.json, where `eos_token_id` may be several. `card` is text for the README. An older model in that
+    place is replaced, a folder with anything else in it is refused; when something fails, nothing has changed.
     """
-    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     folder = Path(folder)
+    if tokenizer is not None and tokenizer.vocab_size > model.config.vocab_size:
+        raise ClockhandError(
+            f"the tokenizer has {tokenizer.vocab_size} ids, more than vocab_size = {model.config.vocab_size}"
+        )
     weights = _weights(model, dtype)
-    kinds = {str(weight.dtype).removeprefix("torch.") for weight in weights.values()}
-    if not kinds <= set(DTYPES.values()):
-        raise ClockhandError(f"dtype {', '.join(sorted(kinds))} must be one of {', '.join(DTYPES.values())}")
-    kind = kinds.pop() if len(kinds) == 1 else "float32"
+    kinds = sorted({str(weight.dtype).removeprefix("torch.") for weight in weights.values()})
+    if any(kind not in DTYPES.values() for kind in kinds):
+        raise ClockhandError(f"dtype {' and '.join(kinds)} must be one of {', '.join(DTYPES.values())}")
     with folders.replacing(folder) as unfinished:
+        said = {}
         if tokenizer_files_from is not None:
             _copy_tokenizer(Path(tokenizer_files_from), unfinished)
+            said = _read_generation(Path(tokenizer_files_from))
         if tokenizer is not None:
             tokenizer.save(unfinished)
-        generation = _generation(unfinished, tokenizer, generation)
-        ids = {f"{role}_token_id": generation.get(f"{role}_token_id") for role in ("bos", "eos", "pad")}
-        # Older readers know the type of the weights as torch_dtype.
-        config = {**names.to_hugging_face(model.config), "dtype": kind, "torch_dtype": kind, **ids}
+            ids = (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id)
+            said |= {key: id for key, id in zip(_ID_KEYS, ids) if id is not None}
+        said |= generation or {}
+        config = names.to_hugging_face(model.config)
+        config |= {key: said.get(key) for key in _ID_KEYS}
+        config |= dict.fromkeys(("dtype", "torch_dtype"), kinds[0])  # the second is what older readers look for
         _write_json(unfinished / folders.CONFIG, config)
-        _write_json(unfinished / folders.GENERATION, generation)
+        _write_json(unfinished / folders.GENERATION, said)
         (unfinished / folders.CARD).write_text(_card(model, folder.absolute().name, card), encoding="utf-8")
-        try:
-            save_file(weights, unfinished / folders.WEIGHTS, metadata={"format": "pt"})
-        except SafetensorError as error:
-            raise OSError(str(error)) from None
+        save_file(weights, unfinished / folders.WEIGHTS, metadata={"format": "pt"})
     return folder
 
 
@@ -270,21 +286,11 @@ def _from_half(config: ModelConfig, name: str, tensor: "Tensor") -> "Tensor":
 
 
 def _copy_tokenizer(source: Path, folder: Path) -> None:
-    found = [name for name in (*folders.TOKENIZER_FILES, folders.GENERATION) if (source / name).is_file()]
-    if not set(found) & set(folders.TOKENIZER_FILES):
+    found = [name for name in folders.TOKENIZER_FILES if (source / name).is_file()]
+    if not found:
         raise ClockhandError(f"'{source}' holds no tokenizer: none of {', '.join(folders.TOKENIZER_FILES)}")
     for name in found:
         shutil.copyfile(source / name, folder / name)
-
-
-def _generation(folder: Path, tokenizer: "Tokenizer | None", given: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The content of generation_config.json: what a copied one said, the tokenizer's ids, and what is given."""
-    copied = folder / folders.GENERATION
-    generation = folders.read_json(copied) if copied.is_file() else {}
-    if tokenizer is not None:
-        ids = {"bos": tokenizer.bos_id, "eos": tokenizer.eos_id, "pad": tokenizer.pad_id}
-        generation |= {f"{role}_token_id": id for role, id in ids.items() if id is not None}
-    return {**generation, **(given or {})}
 
 
 def _write_json(file: Path, content: Mapping[str, Any]) -> None:

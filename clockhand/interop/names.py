@@ -125,15 +125,22 @@ def family_for(config: ModelConfig) -> Family | None:
 
 
 def export_obstacle(config: ModelConfig) -> str | None:
-    """Why no family of Hugging Face can say `config`, naming the field; None when one can.
+    """Why no family of Hugging Face can say `config`, naming the fields; None when one can.
 
-    >>> export_obstacle(build("tiny", norm="layer"))
-    "norm = 'layer' has no counterpart in Hugging Face's llama"
+    >>> export_obstacle(build("mini-llama", norm="layer"))
+    "norm = 'layer' has no counterpart in Hugging Face's llama or mistral"
     """
-    if family_for(config) is not None:
-        return None
-    nearest = min(FAMILIES, key=lambda family: len(list(_obstacles(config, family))))
-    return f"{next(_obstacles(config, nearest))} has no counterpart in Hugging Face's {nearest.model_type}"
+    obstacles = {family.model_type: list(_obstacles(config, family)) for family in FAMILIES}
+    fewest = min(len(found) for found in obstacles.values())
+    nearest: dict[str, list[str]] = {}  # obstacle -> families that have no more of them than any other
+    for model_type, found in obstacles.items():
+        if len(found) == fewest:
+            for obstacle in found:
+                nearest.setdefault(obstacle, []).append(model_type)
+    reasons = [
+        f"{obstacle} has no counterpart in Hugging Face's {' or '.join(them)}" for obstacle, them in nearest.items()
+    ]
+    return "; ".join(reasons) or None
 
 
 def _obstacles(config: ModelConfig, family: Family) -> Iterator[str]:
@@ -170,7 +177,7 @@ MOE_KEYS = {
     "renormalize_top_k": "norm_topk_prob",
     "balance_coef": "router_aux_loss_coef",
 }
-"""In a family with experts, beside KEYS. Its `intermediate_size` is the width of dense layers, which we do not mix in."""
+"""In a family with experts, beside KEYS: there `intermediate_size` is of dense layers, which we never mix in."""
 ROPE_KEYS = {
     "rope_factor": "factor",
     "rope_original_max_seq_len": "original_max_position_embeddings",
@@ -308,22 +315,15 @@ def from_hugging_face(raw: Mapping[str, Any], source: str) -> ModelConfig:
     model_type = raw.get("model_type")
     if model_type == OWN_KEY:
         _refuse_unread(raw, {OWN_KEY}, source)
-        return _build(own, source)
+        return from_dict(ModelConfig, own, source)
     family = next((family for family in FAMILIES if family.model_type == model_type), None)
     if family is None:
         known = [family.model_type for family in FAMILIES] + [OWN_KEY]
         raise unknown_name("model_type", str(model_type), known, source)
-    config = _build({**_read_family(raw, family, source), **own}, source)
+    config = from_dict(ModelConfig, {**_read_family(raw, family, source), **own}, source)
     if own:
         _refuse_contradiction(raw, config, source)
     return config
-
-
-def _build(values: Mapping[str, Any], source: str) -> ModelConfig:
-    try:
-        return from_dict(ModelConfig, values, source)
-    except OverflowError:  # an integer that no float can hold
-        raise ClockhandError(f"a number in {source} is too large") from None
 
 
 def _refuse_contradiction(raw: Mapping[str, Any], config: ModelConfig, source: str) -> None:
@@ -364,7 +364,7 @@ def _read_family(raw: Mapping[str, Any], family: Family, source: str) -> dict[st
     _refuse_unread(raw, read, source)
     values["sliding_window"] = _read_window(raw, family, source)
     values |= _read_rope(raw, values["max_seq_len"], source)
-    return dataclasses.asdict(_build(values, source))
+    return dataclasses.asdict(from_dict(ModelConfig, values, source))
 
 
 def _refuse_unread(raw: Mapping[str, Any], read: set[str], source: str) -> None:
