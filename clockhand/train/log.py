@@ -8,6 +8,8 @@ on and writes them again, the same: no step is there twice, none is missing.
 import json
 import math
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,19 +26,26 @@ class RunLog:
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, row: dict[str, Any]) -> None:
-        """Appends one line, at once visible to whoever reads the file."""
-        try:
+        """Appends one line, at once visible to whoever reads the file. Raises `ClockhandError` if the disk refuses."""
+        with self._refusals():
             self._file.write(_line(row))
             self._file.flush()
-        except OSError as error:
-            raise ClockhandError(f"cannot write {self.path}: {error.strerror}; checkpoints are whole") from error
 
     def sync(self) -> None:
         """Returns when all lines would survive a power cut."""
-        os.fsync(self._file.fileno())
+        with self._refusals():
+            os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        self._file.close()
+        with suppress(OSError):  # what could not be written has been reported
+            self._file.close()
+
+    @contextmanager
+    def _refusals(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise ClockhandError(f"cannot write {self.path}: {error.strerror}; the checkpoints are whole") from error
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:

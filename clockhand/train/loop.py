@@ -112,6 +112,7 @@ class Trainer:
             while True:
                 if request.signum is not None:
                     self.save()
+                    self.reporter.note(f"stopped at step {self.step}; the same command goes on from here")
                     raise Interrupted(request.signum)
 
                 row: dict[str, Any] = {"step": self.step, "time": round(self.seconds, 3)}
@@ -195,14 +196,16 @@ class Trainer:
         return evaluate(self.model, self.held_out, self.corpus.tokenizer.token_bytes, self.config.dtype)
 
     def sample(self) -> str:
-        """The model's continuation of the prompt, at every step with the same luck."""
+        """The prompt and the model's continuation of it, at every step with the same luck."""
         tokenizer, config = self.corpus.tokenizer, self.config
+        # An empty text begins from bos, and not every foreign tokenizer has one.
+        prompt = config.sample_prompt or ("\n" if tokenizer.bos_id is None else "")
         self.model.eval()
         completion = generate_text(
-            self.model, tokenizer, config.sample_prompt, SAMPLING, max_new_tokens=config.sample_tokens, seed=config.seed
+            self.model, tokenizer, prompt, SAMPLING, max_new_tokens=config.sample_tokens, seed=config.seed
         )
         self.model.train()
-        return config.sample_prompt + completion.text
+        return prompt + completion.text
 
     def save(self) -> None:
         """Writes a checkpoint of this step, unless there is one (or nothing worth one)."""

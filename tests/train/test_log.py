@@ -3,6 +3,9 @@
 import json
 import math
 
+import pytest
+
+from clockhand.errors import ClockhandError
 from clockhand.train.log import RunLog, read_log
 
 
@@ -47,6 +50,15 @@ def test_a_number_that_is_none_becomes_null(tmp_path):
     log.close()
     line = json.loads((tmp_path / "log.jsonl").read_text(), parse_constant=lambda name: 1 / 0)
     assert line == {"step": 0, "train/loss": None, "train/grad_norm": None}
+
+
+def test_a_full_disk_is_said_in_one_line_and_closing_says_no_more(tmp_path):
+    log = RunLog(tmp_path / "log.jsonl", 0)
+    log.close()
+    log._file = open("/dev/full", "w")  # noqa: SIM115
+    with pytest.raises(ClockhandError, match=r"^cannot write .*log.jsonl: No space left on device"):
+        log.write({"step": 0})
+    log.close()
 
 
 def test_a_sample_with_odd_line_ends_stays_on_one_line(tmp_path):

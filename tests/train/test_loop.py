@@ -1,6 +1,7 @@
 """The loop: what a step does, and that neither interruption nor looking changes what comes out."""
 
 import dataclasses
+import errno
 import json
 import math
 import os
@@ -9,11 +10,14 @@ import subprocess
 import sys
 
 import pytest
+import safetensors.torch
 import torch
 
 from clockhand.config import ModelConfig
 from clockhand.data.loader import Batch
+from clockhand.data.shards import CorpusSettings, prepare
 from clockhand.errors import ClockhandError
+from clockhand.train import checkpoint
 from clockhand.train.interrupt import Interrupted
 from clockhand.train.log import read_log
 from clockhand.train.loop import Trainer, train
@@ -340,11 +344,57 @@ def test_fewer_steps_than_have_been_made_are_refused(model_config, train_config,
         train(model_config, dataclasses.replace(train_config, steps=5), corpus, tmp_path / "run")
 
 
-def test_a_folder_with_other_things_in_it_is_refused(model_config, train_config, corpus, tmp_path):
-    (tmp_path / "letters").mkdir()
-    (tmp_path / "letters" / "dear.txt").write_text("Dear")
-    with pytest.raises(ClockhandError, match="letters holds other things"):
-        train(model_config, train_config, corpus, tmp_path / "letters")
+def test_a_full_disk_stops_the_run_and_with_room_again_it_ends_as_the_straight_run(
+    model_config, train_config, corpus, tmp_path, rows_of, weights_of, monkeypatch
+):
+    train(model_config, train_config, corpus, tmp_path / "straight")
+    out = tmp_path / "full"
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "save_file", disk_that_is_full_after_one_checkpoint())
+        with pytest.raises(ClockhandError, match="step-00000008: No space left on device"):
+            train(model_config, train_config, corpus, out)
+    assert sorted(path.name for path in (out / "checkpoints").iterdir()) == ["step-00000004"]
+    train(model_config, train_config, corpus, out)
+    assert torch.equal(weights_of(out), weights_of(tmp_path / "straight"))
+    assert rows_of(out) == rows_of(tmp_path / "straight")
+
+
+def disk_that_is_full_after_one_checkpoint():
+    saved = []
+
+    def save_file(tensors, path) -> None:
+        if saved:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        saved.append(path)
+        safetensors.torch.save_file(tensors, path)
+
+    return save_file
+
+
+def test_resuming_with_other_data_is_refused(model_config, train_config, corpus, tmp_path):
+    train(model_config, train_config, corpus, tmp_path / "run")
+    (tmp_path / "other.txt").write_text("1 and 1 are 2.\n" * 100)
+    other = prepare(CorpusSettings(sources=(str(tmp_path / "other.txt"),), kind="byte"), tmp_path / "corpus")
+    with pytest.raises(ClockhandError, match="was started with other data"):
+        train(model_config, train_config, other, tmp_path / "run")
+
+
+def test_a_folder_with_other_things_in_it_is_refused_and_left_alone(model_config, train_config, corpus, tmp_path):
+    train(model_config, train_config, corpus, tmp_path / "run")
+    model_folder, letters = tmp_path / "run" / "final", tmp_path / "letters"
+    letters.mkdir()
+    (letters / "dear.txt").write_text("Dear")
+    for folder in (model_folder, letters):
+        before = sorted(folder.iterdir())
+        with pytest.raises(ClockhandError, match=f"{folder.name} holds other things than a training run"):
+            train(model_config, train_config, corpus, folder)
+        assert sorted(folder.iterdir()) == before
+
+
+def test_a_folder_that_has_only_its_corpus_yet_is_a_run_folder(model_config, train_config, corpus, tmp_path):
+    (tmp_path / "run" / "corpus").mkdir(parents=True)
+    train(model_config, train_config, corpus, tmp_path / "run")
+    assert (tmp_path / "run" / "final").is_dir()
 
 
 def test_windows_longer_than_the_model_reaches_are_refused(model_config, train_config, corpus, tmp_path):
