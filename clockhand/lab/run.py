@@ -1,0 +1,186 @@
+"""Running claims: which ones, in which order, what is kept, and how long it will take.
+
+Every outcome is kept as JSON under `runs/lab/outcomes`. A claim that takes training is not run again while its outcome
+stands; one that was interrupted goes on where its trainings were, because those are runs of their own. Instant claims
+are always run.
+"""
+
+import dataclasses
+import json
+import platform
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from clockhand.errors import unknown_name
+from clockhand.lab import attention, counting, exercises, mlp, moe, norm, position, training
+from clockhand.lab.claim import Claim, Measured, Value, Verdict
+from clockhand.lab.experiment import Lab
+from clockhand.train.disk import write_text
+
+LAB_FOLDER = Path("runs/lab")
+SUBJECTS = (norm, position, attention, mlp, moe, counting, training, exercises)
+
+# Seconds on two cores of the machine the committed report was made on; only the forecast uses them.
+FORECAST = {"instant": 1.0, "minutes": 20.0, "training": 90.0}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What running one claim brought."""
+
+    id: str
+    verdict: Verdict
+    found: bool
+    """Whether every value is what a correct implementation finds."""
+    control_failed: bool
+    """Whether the check noticed what was made wrong on purpose."""
+    values: dict[str, Value]
+    control: dict[str, Value]
+    shapes: dict[str, str]
+    data: dict[str, Any]
+    seeds: list[int]
+    scale: float
+    seconds: float
+    machine: str
+
+
+@cache
+def all_claims() -> dict[str, Claim]:
+    """Every claim by its id, A01 to B22."""
+    claims = [claim for subject in SUBJECTS for claim in subject.CLAIMS]
+    return {claim.id: claim for claim in sorted(claims, key=lambda claim: claim.id)}
+
+
+def choose(ids: Iterable[str], everything: bool = False) -> list[Claim]:
+    """The named claims; without names the instant ones, or all. Raises `ClockhandError` for an id nobody knows."""
+    claims, ids = all_claims(), [each.upper() for each in ids]
+    for each in ids:
+        if each not in claims:
+            raise unknown_name("claim", each, claims)
+    if ids:
+        return [claims[each] for each in ids]
+    return [claim for claim in claims.values() if everything or claim.cost == "instant"]
+
+
+def run(claim: Claim, lab: Lab) -> Outcome:
+    """Measures the claim now."""
+    seeds = claim.seeds if lab.scale == 1 or claim.cost == "instant" else claim.seeds[:2]
+    started = time.perf_counter()
+    measured = claim.measure(lab, seeds)
+    return _outcome(claim, measured, seeds, lab, time.perf_counter() - started)
+
+
+def _outcome(claim: Claim, measured: Measured, seeds: tuple[int, ...], lab: Lab, seconds: float) -> Outcome:
+    return Outcome(
+        id=claim.id,
+        verdict=claim.judge(measured),
+        found=claim.found(measured),
+        control_failed=claim.control_failed(measured),
+        values=dict(measured.values),
+        control=dict(measured.control),
+        shapes=dict(measured.shapes),
+        data=dict(measured.data),
+        seeds=list(seeds),
+        scale=lab.scale,
+        seconds=seconds,
+        machine=machine(),
+    )
+
+
+def machine() -> str:
+    return f"{platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}"
+
+
+def run_all(
+    claims: list[Claim],
+    lab: Lab,
+    fresh: bool = False,
+    before: Callable[[Claim, float], None] = lambda claim, left: None,
+    after: Callable[[Outcome], None] = lambda outcome: None,
+) -> list[Outcome]:
+    """Runs the claims, cheap ones first, and keeps the outcomes; returned in the order of `claims`.
+
+    What was trained before is taken from the outcomes kept, unless `fresh`. `before` is told the claim and the forecast
+    of the seconds still to go, `after` the outcome.
+    """
+    outcomes: dict[str, Outcome] = {}
+    order = sorted(claims, key=lambda claim: list(FORECAST).index(claim.cost))
+    for number, claim in enumerate(order):
+        before(claim, sum(FORECAST[other.cost] for other in order[number:]) * lab.scale)
+        kept = None if fresh or claim.cost == "instant" else kept_outcome(claim, lab)
+        outcome = kept or run(claim, lab)
+        if kept is None:
+            keep(outcome, lab)
+        outcomes[claim.id] = outcome
+        after(outcome)
+    return [outcomes[claim.id] for claim in claims]
+
+
+def keep(outcome: Outcome, lab: Lab) -> None:
+    path = _path(outcome.id, lab)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_text(path, json.dumps(dataclasses.asdict(outcome), ensure_ascii=False) + "\n")
+
+
+def kept_outcome(claim: Claim, lab: Lab) -> Outcome | None:
+    """The outcome of an earlier run at the same scale, if it still has the claim's values."""
+    path = _path(claim.id, lab)
+    if not path.exists():
+        return None
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        outcome = Outcome(**{**found, "verdict": Verdict(found["verdict"])})
+    except (ValueError, TypeError, KeyError):
+        return None  # written by another version, or cut short: it will be measured again
+    fits = set(outcome.values) == {expect.key for expect in claim.expects}
+    return outcome if fits and outcome.scale == lab.scale else None
+
+
+def _path(claim_id: str, lab: Lab) -> Path:
+    return lab.folder / "outcomes" / f"{claim_id}.json"
+
+
+def as_json(claim: Claim, outcome: Outcome, lang: str = "en") -> dict[str, Any]:
+    """One claim and what became of it, for programs."""
+    return {
+        "id": claim.id,
+        "chapter": claim.chapter,
+        "section": claim.section,
+        "claim": claim.sentence.to(lang),
+        "measures": claim.measures.to(lang),
+        "formula": claim.formula,
+        "cost": claim.cost,
+        "verdict": str(outcome.verdict),
+        "why": claim.paragraph(outcome.verdict, outcome.values, lang),
+        "measured": [
+            {
+                "key": expect.key,
+                "name": expect.name.to(lang),
+                "measured": outcome.values[expect.key],
+                "expected": expect.truth,
+                "relation": expect.relation,
+                "chapter": expect.truth if expect.chapter is None else expect.chapter,
+                "source": expect.source.to(lang),
+                "tolerance": expect.tolerance,
+                "because": expect.because.to(lang),
+                "found": expect.found(outcome.values[expect.key]),
+            }
+            for expect in claim.expects
+        ],
+        "control": {
+            "what": claim.control.to(lang),
+            "measured": outcome.control,
+            "failed": outcome.control_failed,
+        },
+        "read": claim.read,
+        "seeds": outcome.seeds,
+        "scale": outcome.scale,
+        "seconds": round(outcome.seconds, 3),
+        "machine": outcome.machine,
+    }
