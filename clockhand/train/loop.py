@@ -112,7 +112,7 @@ class Trainer:
             while True:
                 if request.signum is not None:
                     self.save()
-                    self.reporter.note(f"stopped at step {self.step}; the same command goes on from here")
+                    self.reporter.note(f"saved at step {self.step}")
                     raise Interrupted(request.signum)
 
                 row: dict[str, Any] = {"step": self.step, "time": round(self.seconds, 3)}
