@@ -1,0 +1,539 @@
+"""The command line: `clockhand VERB [MODEL] [flags]`.
+
+Each verb reads its flags, calls one function of the package and prints the answer. Results go to stdout, progress to
+stderr. A mistake of the user's is one line and a non-zero exit (`--debug` shows where it was noticed).
+
+Whatever needs torch is imported inside the verb that needs it, so `clockhand --help` and `inspect` answer at once.
+"""
+
+import contextlib
+import functools
+import inspect as python_inspect
+import json
+import sys
+import traceback
+import typing
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+
+from clockhand import __version__
+from clockhand.config import ModelConfig, field_docs, field_names, parse_settings
+from clockhand.errors import ClockhandError
+from clockhand.infer.settings import Sampling
+from clockhand.train.config import TrainConfig
+from clockhand.train.interrupt import Interrupted
+
+if TYPE_CHECKING:
+    from clockhand.data.shards import Corpus
+    from clockhand.data.tokenizer import Tokenizer
+    from clockhand.model.transformer import Transformer
+
+_SETTINGS = {"help_option_names": ["-h", "--help"], "token_normalize_func": lambda token: token.replace("_", "-")}
+
+app = typer.Typer(
+    name="clockhand",
+    help="The modern decoder-only Transformer: build it, count it, train it, talk to it, prove it, take it elsewhere.",
+    no_args_is_help=True,
+    add_completion=False,
+    context_settings=_SETTINGS,
+    rich_markup_mode=None,
+)
+tokenizer_app = typer.Typer(help="Train a tokenizer, or look at one.", no_args_is_help=True, rich_markup_mode=None)
+data_app = typer.Typer(
+    help="Turn text into a corpus of tokens, and look after it.", no_args_is_help=True, rich_markup_mode=None
+)
+app.add_typer(tokenizer_app, name="tokenizer")
+app.add_typer(data_app, name="data")
+
+
+# ── flags that come from the fields of a config ────────────────────────────────────────────────────────────────────
+
+
+def flags_from(config_type: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Gives a verb one flag for every field of `config_type`; it receives those that were typed as `fields`, a dict."""
+    hints, docs = typing.get_type_hints(config_type), field_docs(config_type)
+    defaults = {name: field.default for name, field in config_type.__dataclass_fields__.items()}  # type: ignore[attr-defined]
+
+    def decorate(verb: Callable[..., None]) -> Callable[..., None]:
+        own = [p for p in python_inspect.signature(verb).parameters.values() if p.name != "fields"]
+        flags = [
+            python_inspect.Parameter(
+                name,
+                python_inspect.Parameter.KEYWORD_ONLY,
+                default=None,
+                annotation=Annotated[
+                    _optional(hints[name]),
+                    typer.Option(help=f"{docs[name]} [default: {defaults[name]}]"),
+                ],
+            )
+            for name in field_names(config_type)
+        ]
+
+        @functools.wraps(verb)
+        def with_flags(**given: Any) -> None:
+            fields = {flag.name: given.pop(flag.name) for flag in flags}
+            verb(**given, fields={name: value for name, value in fields.items() if value is not None})
+
+        del with_flags.__wrapped__  # typer would otherwise look through to the verb's own signature
+        with_flags.__signature__ = python_inspect.Signature([*own, *flags])  # type: ignore[attr-defined]
+        with_flags.__annotations__ = {parameter.name: parameter.annotation for parameter in [*own, *flags]}
+        return with_flags
+
+    return decorate
+
+
+def _optional(hint: Any) -> Any:
+    kinds = [kind for kind in typing.get_args(hint) if kind is not type(None)]
+    return (kinds[0] if kinds else hint) | None
+
+
+# ── arguments that several verbs share ─────────────────────────────────────────────────────────────────────────────
+
+Json = Annotated[bool, typer.Option("--json", help="Print the answer as JSON.")]
+Model = Annotated[str, typer.Argument(metavar="MODEL", help="A model folder, or a run folder (its final model).")]
+Folder = Annotated[Path, typer.Argument(metavar="FOLDER", help="A corpus folder.")]
+Seed = Annotated[int, typer.Option(help="Repeats the same draws.")]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="FIELD=VALUE", help="Change any field of the model. Repeat for more."),
+]
+
+SOURCES = "Files or folders of .txt .md .jsonl .csv .parquet (also .gz), builtin:shakespeare, builtin:python."
+Sources = Annotated[list[str], typer.Argument(metavar="SOURCE...", help=SOURCES)]
+TextField = Annotated[str, typer.Option(help="Field or column that holds the text in .jsonl, .csv and .parquet.")]
+Kind = Annotated[str, typer.Option(help="bpe | char | byte: the tokenizer to train.")]
+VocabSize = Annotated[
+    int | None, typer.Option(help="Ids of the tokenizer to train.", show_default="4096; all for char")
+]
+UseTokenizer = Annotated[
+    str, typer.Option("--tokenizer", help="Folder or tokenizer.json to use instead of training one.")
+]
+ValFraction = Annotated[float, typer.Option(help="Share of the text that is held out for validation.")]
+
+
+# ── look ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@app.command()
+def inspect(
+    model: Annotated[str, typer.Argument(metavar="PRESET|FOLDER", help="A preset, a model folder or a run folder.")],
+    other: Annotated[str | None, typer.Argument(metavar="OTHER", help="A second one, to compare.")] = None,
+    settings: Settings = None,
+    as_json: Json = False,
+) -> None:
+    """Parameters by module, active parameters, FLOPs, KV cache and memory, from the config alone."""
+    from clockhand import inspection
+
+    changes = parse_settings(ModelConfig, settings or [])
+    models = [inspection.resolve(name, changes) for name in ([model, other] if other else [model])]
+    if as_json:
+        print_json(inspection.inspect_json(*models[0][::-1]) if not other else inspection.compare_json(*models))
+    else:
+        print_rich(inspection.render(*models[0][::-1]) if not other else inspection.render_comparison(*models))
+
+
+# ── text ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@tokenizer_app.command("train")
+def tokenizer_train(
+    sources: Sources,
+    out: Annotated[Path, typer.Option(help="Folder for tokenizer.json and tokenizer_config.json.")],
+    kind: Kind = "bpe",
+    vocab_size: VocabSize = None,
+    text_field: TextField = "text",
+) -> None:
+    """Train a tokenizer on text."""
+    from clockhand.data.corpora import Report, read_documents
+    from clockhand.data.tokenizer import Tokenizer
+
+    report = Report()
+    tokenizer = Tokenizer.train(read_documents(sources, text_field, report), kind, vocab_size)
+    for line in report.lines():
+        say(f"note: {line}")
+    tokenizer.save(out)
+    print(
+        f"{out}: {tokenizer.kind} tokenizer of {tokenizer.vocab_size:,} ids, from {report.text_bytes:,} bytes of text"
+    )
+
+
+@tokenizer_app.command("show")
+def tokenizer_show(
+    folder: Annotated[str, typer.Argument(metavar="FOLDER", help="A tokenizer, corpus, model or run folder.")],
+    text: Annotated[str | None, typer.Option(help="Text to encode.")] = None,
+    as_json: Json = False,
+) -> None:
+    """What a tokenizer is, and how it cuts a text."""
+    from clockhand.data.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer.load(tokenizer_folder(folder))
+    facts: dict[str, Any] = {
+        "kind": tokenizer.kind,
+        "vocab_size": tokenizer.vocab_size,
+        "special_tokens": tokenizer.special_tokens,
+        "bos_id": tokenizer.bos_id,
+        "eos_id": tokenizer.eos_id,
+        "pad_id": tokenizer.pad_id,
+        "fingerprint": tokenizer.fingerprint,
+    }
+    if text is not None:
+        ids = tokenizer.encode(text)
+        facts["ids"] = ids
+        facts["pieces"] = [tokenizer.piece(id).decode("utf-8", "backslashreplace") for id in ids]
+        facts["bytes_per_token"] = round(len(text.encode()) / max(len(ids), 1), 3)
+    if as_json:
+        print_json(facts)
+    else:
+        for name, value in facts.items():
+            print(f"{name}: {value}")
+
+
+@data_app.command("prepare")
+def data_prepare(
+    sources: Sources,
+    out: Annotated[Path, typer.Option(help="The corpus folder to make.")],
+    tokenizer: UseTokenizer = "",
+    kind: Kind = "bpe",
+    vocab_size: VocabSize = None,
+    text_field: TextField = "text",
+    val_fraction: ValFraction = 0.05,
+    seed: Seed = 0,
+) -> None:
+    """Turn text into a corpus: token shards with a tokenizer, held-out text and checksums."""
+    from clockhand.data.shards import CorpusSettings, prepare, show
+
+    settings = CorpusSettings(
+        sources=tuple(sources),
+        text_field=text_field,
+        tokenizer=tokenizer,
+        kind=kind,
+        vocab_size=vocab_size,
+        val_fraction=val_fraction,
+        seed=seed,
+    )
+    with corpus_progress() as progress:
+        corpus = prepare(settings, out, progress)
+    say_oddities(corpus)
+    print_corpus(show(out))
+
+
+@data_app.command("show")
+def data_show(
+    folder: Folder,
+    document: Annotated[int | None, typer.Option(help="Print this document of the split.")] = None,
+    split: Annotated[str, typer.Option(help="train | val")] = "train",
+    as_json: Json = False,
+) -> None:
+    """What a corpus holds."""
+    from clockhand.data.shards import Corpus, show
+
+    corpus = Corpus.open(folder)
+    if document is not None:
+        part = corpus.split(split)
+        if not 0 <= document < part.n_documents:
+            raise ClockhandError(f"--document {document} must be between 0 and {part.n_documents - 1} (split {split})")
+        print(corpus.tokenizer.decode(part.document(document).tolist()))
+    elif as_json:
+        print_json(show(folder))
+    else:
+        print_corpus(show(folder))
+
+
+@data_app.command("verify")
+def data_verify(folder: Folder) -> None:
+    """Read a corpus again and compare every file with its SHA-256."""
+    from clockhand.data.shards import verify
+
+    print(f"{folder}: {len(verify(folder))} files, all as they were written")
+
+
+# ── train ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@app.command()
+@flags_from(TrainConfig)
+def train(
+    data: Annotated[list[str], typer.Option("--data", metavar="SOURCE", help=f"{SOURCES} Or a corpus folder.")],
+    preset: Annotated[str, typer.Option(help="The model to start from: 'clockhand inspect PRESET'.")] = "tiny",
+    out: Annotated[Path | None, typer.Option(help="The run folder.", show_default="runs/PRESET-DATA")] = None,
+    settings: Settings = None,
+    tokenizer: UseTokenizer = "",
+    kind: Kind = "bpe",
+    vocab_size: VocabSize = None,
+    text_field: TextField = "text",
+    val_fraction: ValFraction = 0.05,
+    *,
+    fields: dict[str, Any],
+) -> None:
+    """Train a model on text. The same command again continues a run that was stopped."""
+    from clockhand.train.loop import train as run
+    from clockhand.train.pretrain import corpus_for, model_config_for
+    from clockhand.train.progress import make_reporter
+
+    config = TrainConfig(**fields)
+    changes = parse_settings(ModelConfig, settings or [])
+    model_config_for(preset, changes)  # a mistake in the model is told before any text is read
+    out = out or Path("runs") / f"{preset}-{Path(data[0].removeprefix('builtin:')).name.split('.')[0]}"
+    with corpus_progress() as progress:
+        corpus = corpus_for(
+            data,
+            out,
+            preset=preset,
+            changes=changes,
+            progress=progress,
+            tokenizer=tokenizer,
+            kind=kind,
+            vocab_size=vocab_size,
+            text_field=text_field,
+            val_fraction=val_fraction,
+            seed=config.seed,
+        )
+    say_oddities(corpus)
+    result = run(model_config_for(preset, changes, corpus.tokenizer), config, corpus, out, make_reporter())
+    print(
+        f"{out / 'final'}: validation loss {result.loss:.4f} nats per token, {result.bits_per_byte:.4f} bits per byte"
+        f"\nnext: clockhand generate {out} --prompt '...'"
+    )
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option(help="The run folder.")] = Path("runs/demo"),
+    steps: Annotated[
+        int | None, typer.Option(help="A shorter or longer run.", show_default="as the recipe says")
+    ] = None,
+    seed: Seed = 0,
+) -> None:
+    """The whole way in a few minutes: Shakespeare's plays, a tokenizer, a tiny model learning, a scene it writes."""
+    from clockhand.demo import run
+
+    run(out, steps, seed)
+
+
+# ── use ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@app.command()
+@flags_from(Sampling)
+def generate(
+    model: Model,
+    prompt: Annotated[
+        str | None, typer.Option(help="Text to continue. Without it, and without a file, stdin is read.")
+    ] = None,
+    prompts_file: Annotated[
+        Path | None, typer.Option(help="A file with a prompt on each line, run as one batch.")
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens to draw for each prompt at most.")] = 256,
+    stop: Annotated[list[str] | None, typer.Option(help="End before this text. Repeat for more.")] = None,
+    seed: Seed = 0,
+    as_json: Json = False,
+    *,
+    fields: dict[str, Any],
+) -> None:
+    """Continue a text. One prompt streams as it is written; a file of prompts prints when done."""
+    from clockhand.infer.generate import generate_text, prompt_ids, stream
+
+    sampling = Sampling(**fields)
+    prompts = read_prompts(prompt, prompts_file)
+    network, tokenizer = load(model)
+    options: Any = {"max_new_tokens": max_new_tokens, "stop_strings": stop or [], "seed": seed}
+    if as_json or prompts_file is not None:
+        completions = generate_text(network, tokenizer, prompts, sampling, **options)
+        rows = [{"prompt": text, **vars(completion)} for text, completion in zip(prompts, completions)]
+        if as_json:
+            print_json(rows if prompts_file is not None else rows[0])
+        else:
+            print("\n\n".join(row["prompt"] + row["text"] for row in rows))
+        return
+
+    pieces = stream(network, [prompt_ids(tokenizer, prompts[0])], sampling, tokenizer=tokenizer, **options)
+    write(prompts[0])
+    for piece in pieces:
+        write(piece.text)
+        if piece.finish_reason == "context":
+            say(f"\n(the model's context of {network.config.max_seq_len} tokens is full)")
+    write("\n")
+
+
+@app.command("eval")
+def evaluate(
+    model: Model,
+    data: Annotated[str, typer.Option(help=f"{SOURCES} Or a corpus folder, whose held-out text is used.")],
+    text_field: TextField = "text",
+    windows: Annotated[int, typer.Option(help="Of a corpus folder: held-out windows to read at most.")] = 1024,
+    as_json: Json = False,
+) -> None:
+    """Loss in nats per token, perplexity and bits per byte of a model on text."""
+    from clockhand.train.evaluate import evaluate_sources
+
+    network, tokenizer = load(model)
+    result = evaluate_sources(network, tokenizer, data, text_field, windows)
+    if as_json:
+        print_json(vars(result) | {name: getattr(result, name) for name in ("loss", "perplexity", "bits_per_byte")})
+    else:
+        print(
+            f"loss {result.loss:.4f} nats per token, perplexity {result.perplexity:.2f}, "
+            f"{result.bits_per_byte:.4f} bits per byte ({result.tokens:,} tokens, {result.bytes:,} bytes)"
+        )
+
+
+# ── helpers ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def load(name: str) -> "tuple[Transformer, Tokenizer]":
+    """The model and its tokenizer from a model or run folder."""
+    from clockhand.data.tokenizer import Tokenizer
+    from clockhand.interop.hf import find_model_folder, load_model
+
+    folder = find_model_folder(Path(name))
+    return load_model(folder).eval(), Tokenizer.load(folder)
+
+
+def tokenizer_folder(name: str) -> Path:
+    """Where the tokenizer of a tokenizer, corpus, model or run folder is."""
+    if (Path(name) / "tokenizer.json").exists() or Path(name).is_file():
+        return Path(name)
+    from clockhand.interop.hf import find_model_folder
+
+    return find_model_folder(Path(name))
+
+
+def read_prompts(prompt: str | None, prompts_file: Path | None) -> list[str]:
+    if prompt is not None and prompts_file is not None:
+        raise ClockhandError("give --prompt or --prompts-file, not both")
+    if prompt is not None:
+        return [prompt]
+    if prompts_file is not None:
+        prompts = prompts_file.read_text(encoding="utf-8").splitlines()
+        if not prompts:
+            raise ClockhandError(f"--prompts-file {prompts_file} is empty: put one prompt on each line")
+        return prompts
+    if sys.stdin.isatty():
+        say("(type a prompt, then Ctrl-D)")
+    return [sys.stdin.read().removesuffix("\n")]
+
+
+@contextlib.contextmanager
+def corpus_progress() -> "Iterator[Callable[[str, int, int], None]]":
+    """A bar on a terminal for reading and tokenizing text; nothing on a pipe."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
+
+    columns = (TextColumn("{task.description:>9}"), BarColumn(), DownloadColumn())
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bars:
+        tasks: dict[str, Any] = {}
+
+        def progress(phase: str, done: int, total: int) -> None:
+            if phase not in tasks:
+                tasks[phase] = bars.add_task(phase)
+            bars.update(tasks[phase], completed=done, total=total or None)
+
+        yield progress
+
+
+def print_corpus(facts: dict[str, Any]) -> None:
+    """`show` of a corpus, for people."""
+    tokenizer = facts["tokenizer"]
+    print(f"tokenizer  {tokenizer['kind']}, {tokenizer['vocab_size']:,} ids")
+    for name, split in facts["splits"].items():
+        amount = f"{split['documents']:,} documents, {split['tokens']:,} tokens, {split['text_bytes']:,} bytes of text"
+        print(f"{name:<9}  {amount} ({facts['bytes_per_token'][name]:.2f} a token)")
+    print(f"held out   {facts['held_out']}")
+
+
+def print_json(value: Any) -> None:
+    print(json.dumps(value, indent=2, ensure_ascii=False))
+
+
+def print_rich(renderable: Any) -> None:
+    from rich.console import Console
+
+    Console().print(renderable)
+
+
+def write(text: str) -> None:
+    """To stdout, at once: a reader watches it appear."""
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def say(line: str) -> None:
+    """To stderr, where everything goes that is not the answer."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def say_oddities(corpus: "Corpus") -> None:
+    """What was odd in the sources, if anything was."""
+    for kind, oddity in corpus.index["report"]["oddities"].items():
+        say(f"note: {kind}: {oddity['count']:,} (first in {', '.join(oddity['examples'])})")
+
+
+# ── the way in ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"clockhand {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", is_eager=True, callback=show_version)
+    ] = False,
+) -> None:
+    pass
+
+
+def main(arguments: list[str] | None = None) -> NoReturn:
+    """Runs the command line and exits: 0 done, 1 refused, 2 not understood, 130 Ctrl-C, 143 SIGTERM."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    debug = "--debug" in arguments
+    try:
+        typer.main.get_command(app)(
+            [argument for argument in arguments if argument != "--debug"], standalone_mode=False
+        )
+        sys.exit(0)
+    except Exception as error:
+        if debug:
+            traceback.print_exc()
+        code, line = outcome(error)
+        if line is None:
+            raise
+        if line:
+            say(line)
+        sys.exit(code)
+    except KeyboardInterrupt:
+        say("")
+        sys.exit(130)
+
+
+Misuse: Any = typer.BadParameter.__base__  # an unknown flag, a missing argument: typer does not export the class
+
+
+def outcome(error: Exception) -> tuple[int, str | None]:
+    """The exit code for an error and the line to say; None for a fault of ours, which shows its traceback."""
+    if isinstance(error, typer.Abort):  # Ctrl-C
+        return 130, ""
+    if isinstance(error, Misuse):
+        error.show()  # type: ignore[attr-defined]
+        return 2, ""
+    if isinstance(error, Interrupted):
+        return error.exit_code, "stopped; everything is saved, and the same command goes on"
+    if isinstance(error, BrokenPipeError):
+        return 0, ""
+    if isinstance(error, ClockhandError):
+        return 1, f"error: {error}"
+    if isinstance(error, OSError) and error.strerror:
+        where = f" '{error.filename}'" if error.filename else ""
+        return 1, f"error: {error.strerror}{where}"
+    return 1, None
+
+
+if __name__ == "__main__":
+    main()

