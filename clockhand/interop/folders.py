@@ -102,8 +102,9 @@ def problem_of(file: Path) -> ClockhandError | None:
 
 
 def unreadable(file: Path, error: Exception) -> ClockhandError:
-    size = file.stat().st_size
-    return ClockhandError(f"{file} ({size:,} bytes) is no whole safetensors file: {error}; it may be cut short")
+    """The refusal of a file that the safetensors library could not open."""
+    reason, size = " ".join(str(error).split()), file.stat().st_size
+    return ClockhandError(f"{file} ({size:,} bytes) is no whole safetensors file: {reason}; it may be cut short")
 
 
 def read_json(file: Path) -> dict[str, Any]:

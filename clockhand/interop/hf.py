@@ -84,7 +84,7 @@ def load_model(folder: str | Path, dtype: "torch.dtype | None" = None) -> "Trans
         if second_head is not None:
             embedding = stored[_name_there(config, "token_embedding.weight")]
             if not torch.equal(second_head.read(), embedding.read()):
-                raise ClockhandError(f"{folder}: {head} is not the embedding, though the config ties them")
+                raise ClockhandError(f"'{folder}': {head} is not the embedding, though the config ties them")
 
         if dtype is None:
             dtype = reduce(torch.promote_types, (getattr(torch, DTYPES[each.dtype]) for each in stored.values()))
@@ -120,10 +120,10 @@ def _opened(folder: Path, config: ModelConfig) -> "Iterator[dict[str, _Stored]]"
                 raise folders.unreadable(file, error) from None
             for name in handle.keys():  # noqa: SIM118 (the handle is no mapping)
                 if name in stored:
-                    raise ClockhandError(f"'{folder}' holds the tensor {name} twice")
+                    raise ClockhandError(f"'{folder}' holds the tensor {name!r} twice")
                 part = handle.get_slice(name)
                 if part.get_dtype() not in DTYPES:
-                    raise ClockhandError(f"{file}: {name} is of type {part.get_dtype()}, not {', '.join(DTYPES)}")
+                    raise ClockhandError(f"{file}: {name!r} is of type {part.get_dtype()}, not {', '.join(DTYPES)}")
                 if not name.endswith(names.COMPUTED_TENSORS):
                     read = partial(handle.get_tensor, name)
                     stored[name] = _Stored(tuple(part.get_shape()), part.get_dtype(), read)
@@ -142,7 +142,7 @@ def _separate_experts(folder: Path, config: ModelConfig, stored: dict[str, _Stor
         shape = (config.d_model, config.d_ff) if projections == ("down_proj",) else (config.d_ff, config.d_model)
         expected = (config.n_experts, len(projections) * shape[0], shape[1])
         if whole.shape != expected:
-            raise ClockhandError(f"'{folder}': {name} has shape {whole.shape} where the config says {expected}")
+            raise ClockhandError(f"'{folder}': {name!r} has shape {whole.shape} where the config says {expected}")
         for expert in range(config.n_experts):
             for number, projection in enumerate(projections):
                 rows = slice(number * shape[0], (number + 1) * shape[0])
@@ -179,7 +179,7 @@ def _check_names_and_shapes(
     """Raises `ClockhandError` unless `stored` is exactly what is `wanted`, which says our name and the shape."""
     found = {
         "missing": [name for name in wanted if name not in stored],
-        "surplus": [name for name in stored if name not in wanted],
+        "surplus": [repr(name) for name in stored if name not in wanted],
         "of another shape": [
             f"{name} {stored[name].shape} instead of {shape}"
             for name, (_, shape) in wanted.items()
@@ -232,8 +232,9 @@ def save_model(
     kinds = sorted({str(weight.dtype).removeprefix("torch.") for weight in weights.values()})
     if any(kind not in DTYPES.values() for kind in kinds):
         raise ClockhandError(f"dtype {' and '.join(kinds)} must be one of {', '.join(DTYPES.values())}")
+    kind = kinds[0] if len(kinds) == 1 else "float32"
     with folders.replacing(folder) as unfinished:
-        said = {}
+        said: dict[str, Any] = {}
         if tokenizer_files_from is not None:
             _copy_tokenizer(Path(tokenizer_files_from), unfinished)
             said = _read_generation(Path(tokenizer_files_from))
@@ -244,10 +245,10 @@ def save_model(
         said |= generation or {}
         config = names.to_hugging_face(model.config)
         config |= {key: said.get(key) for key in _ID_KEYS}
-        config |= dict.fromkeys(("dtype", "torch_dtype"), kinds[0])  # the second is what older readers look for
+        config |= dict.fromkeys(("dtype", "torch_dtype"), kind)  # the second is what older readers look for
         _write_json(unfinished / folders.CONFIG, config)
         _write_json(unfinished / folders.GENERATION, said)
-        (unfinished / folders.CARD).write_text(_card(model, folder.absolute().name, card), encoding="utf-8")
+        (unfinished / folders.CARD).write_text(_card(model, card), encoding="utf-8")
         save_file(weights, unfinished / folders.WEIGHTS, metadata={"format": "pt"})
     return folder
 
@@ -297,28 +298,28 @@ def _write_json(file: Path, content: Mapping[str, Any]) -> None:
     file.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def _card(model: "Transformer", title: str, text: str) -> str:
+def _card(model: "Transformer", text: str) -> str:
     """The README of a model folder, with the header Hugging Face reads."""
     config, family = model.config, names.family_for(model.config)
     total = sum(parameter.numel() for parameter in model.parameters())
     heads = f"{config.n_heads} query and {config.n_kv_heads} KV heads of {config.head_dim}"
     experts = f" × {config.n_experts} experts, {config.n_experts_per_token} a token" if config.is_moe else ""
+    how = "    clockhand generate path/to/this/folder"
     if family is None:
-        obstacle = names.export_obstacle(config)
-        opening = f"Only clockhand opens it: {obstacle}.\n\n    clockhand generate {title}\n"
+        library, opens = "clockhand", f"Only clockhand opens it: {names.export_obstacle(config)}."
     else:
-        opening = (
-            f"It is a `{family.architecture}`, and opens with transformers, vLLM and clockhand:\n\n"
-            f'    AutoModelForCausalLM.from_pretrained("{title}")\n    clockhand generate {title}\n'
-        )
+        library = "transformers"
+        opens = f"It is a `{family.architecture}`, which transformers and programs that read its folders open as it is:"
+        how = f'    AutoModelForCausalLM.from_pretrained("path/to/this/folder")\n{how}'
         if config.rope_layout == "interleaved":
-            opening += "\nIts queries and keys were trained interleaved, and are stored in Hugging Face's order.\n"
+            how += "\n\nIt was trained with interleaved RoPE; its queries and keys are stored in Hugging Face's order."
     paragraphs = [
-        "---\npipeline_tag: text-generation\n" + ("library_name: transformers\n" if family else "") + "---",
-        f"# {title}",
+        f"---\npipeline_tag: text-generation\nlibrary_name: {library}\n---",
+        f"# A Transformer of {total:,} parameters",
         text.strip(),
-        f"{total:,} parameters: {config.n_layers} layers of width {config.d_model}, {heads}, "
-        f"MLP width {config.d_ff}{experts}, {config.vocab_size} token ids, {config.max_seq_len} positions.",
-        opening,
+        f"{config.n_layers} layers of width {config.d_model}, {heads}, MLP width {config.d_ff}{experts}, "
+        f"{config.vocab_size} token ids, {config.max_seq_len} positions. Made with clockhand.",
+        opens,
+        how,
     ]
-    return "\n\n".join(paragraph for paragraph in paragraphs if paragraph)
+    return "\n\n".join(paragraph for paragraph in paragraphs if paragraph) + "\n"

@@ -74,6 +74,8 @@ class Family:
     moe: bool = False
     windowed: bool = False
     """Whether it has sliding windows."""
+    window_switch: bool = False
+    """Whether `sliding_window` counts only where `use_sliding_window` is true."""
     whole_heads: bool = False
     """Whether it insists that n_heads divides d_model, even with a head_dim of its own."""
     when_absent: dict[str, Any] = field(default_factory=dict)
@@ -88,12 +90,14 @@ FAMILIES = (
         dict(qk_norm=(True,), attention_bias=("none", "all"), mlp_bias=(False,)),
         moe=True,
         windowed=True,
+        window_switch=True,
     ),
     Family(
         "qwen3",
         "Qwen3ForCausalLM",
         dict(qk_norm=(True,), attention_bias=("none", "all"), mlp_bias=(False,)),
         windowed=True,
+        window_switch=True,
         when_absent=dict(head_dim=128),
     ),
     Family(
@@ -101,6 +105,7 @@ FAMILIES = (
         "Qwen2ForCausalLM",
         dict(qk_norm=(False,), attention_bias=("qkv",), mlp_bias=(False,)),
         windowed=True,
+        window_switch=True,
     ),
     Family(
         "llama",
@@ -282,9 +287,8 @@ def _family_words(config: ModelConfig, family: Family) -> dict[str, Any]:
         said["mlp_bias"] = config.mlp_bias
     if family.windowed:
         said["sliding_window"] = config.sliding_window or None
-        if family.model_type != "mistral":
-            # Layers from max_window_layers on are windowed: 0 is all of them.
-            said |= {"use_sliding_window": config.sliding_window > 0, "max_window_layers": 0}
+    if family.window_switch:  # layers from max_window_layers on are windowed: 0 is all of them
+        said |= {"use_sliding_window": config.sliding_window > 0, "max_window_layers": 0}
 
     scaling: dict[str, Any] = {"rope_type": "default" if config.rope_scaling == "none" else config.rope_scaling}
     theta = config.rope_theta
@@ -359,7 +363,9 @@ def _read_family(raw: Mapping[str, Any], family: Family, source: str) -> dict[st
         read.add("mlp_bias")
         values["mlp_bias"] = raw.get("mlp_bias", False)
     if family.windowed:
-        read |= {"sliding_window", "use_sliding_window", "max_window_layers"}
+        read.add("sliding_window")
+    if family.window_switch:
+        read |= {"use_sliding_window", "max_window_layers"}
     read |= {"rope_theta", "rope_scaling", "rope_parameters", "original_max_position_embeddings"}
     _refuse_unread(raw, read, source)
     values["sliding_window"] = _read_window(raw, family, source)
@@ -372,7 +378,7 @@ def _refuse_unread(raw: Mapping[str, Any], read: set[str], source: str) -> None:
         if value is None or key in read or key in HARMLESS:
             continue
         if key not in SAME_AS:
-            raise ClockhandError(f"'{key}' in {source} is a key that clockhand does not know, and will not ignore")
+            raise ClockhandError(f"{key!r} in {source} is a key that clockhand does not know, and will not ignore")
         if value not in SAME_AS[key]:
             allowed = " or ".join(repr(value) for value in SAME_AS[key])
             raise ClockhandError(f"{key} = {value!r} in {source} must be {allowed}: clockhand has no such model")
@@ -380,14 +386,13 @@ def _refuse_unread(raw: Mapping[str, Any], read: set[str], source: str) -> None:
 
 def _read_window(raw: Mapping[str, Any], family: Family, source: str) -> int:
     """The sliding window of all layers. A model that mixes layers with one and without is refused."""
-    always = family.model_type == "mistral"
     window = 0
-    if family.windowed and (always or _flag(raw, "use_sliding_window", source)):
+    if family.windowed and (not family.window_switch or _flag(raw, "use_sliding_window", source)):
         window = raw.get("sliding_window", WHEN_ABSENT["sliding_window"]) or 0
-    if window and not always and "layer_types" not in raw:
+    if window and family.window_switch and not family.moe and "layer_types" not in raw:
         n_layers = _number(raw["num_hidden_layers"], "num_hidden_layers", source)
         first = raw.get("max_window_layers", WHEN_ABSENT["max_window_layers"])
-        full_layers = 0 if family.moe else _number(first, "max_window_layers", source)
+        full_layers = _number(first, "max_window_layers", source)
         if 0 < full_layers < n_layers:
             raise ClockhandError(
                 f"max_window_layers = {full_layers} in {source} must be 0 or num_hidden_layers = {n_layers}: "

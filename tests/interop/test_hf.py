@@ -334,7 +334,7 @@ def test_a_missing_tensor_is_named(untied):
 
 def test_a_surplus_tensor_is_named(untied):
     rewrite(untied, lambda weights: weights.update({"model.layers.0.self_attn.q_proj.bias": torch.zeros(48)}))
-    with pytest.raises(ClockhandError, match=r"surplus: model\.layers\.0\.self_attn\.q_proj\.bias"):
+    with pytest.raises(ClockhandError, match=r"surplus: 'model\.layers\.0\.self_attn\.q_proj\.bias"):
         load_model(untied)
 
 
@@ -346,7 +346,7 @@ def test_a_tensor_of_another_shape_is_named_with_both_shapes(untied):
 
 def test_numbers_of_another_type_are_named(untied):
     rewrite(untied, lambda weights: weights.update({"model.norm.weight": torch.zeros(48, dtype=torch.int8)}))
-    with pytest.raises(ClockhandError, match=r"model\.norm\.weight is of type I8, not F32, BF16, F16"):
+    with pytest.raises(ClockhandError, match=r"model\.norm\.weight' is of type I8, not F32, BF16, F16"):
         load_model(untied)
 
 
@@ -428,15 +428,16 @@ def test_a_config_is_read_without_torch_and_a_model_without_transformers(untied)
 @pytest.mark.slow
 def test_loading_needs_the_memory_of_the_weights_once(tmp_path):
     """200 MB of weights; what counts is memory that cannot be given back, so not the pages of the mapped file."""
+    save_model(our_model(), tmp_path / "small")
     model = Transformer(ModelConfig(**{**SIZES, "d_model": 1024, "d_ff": 4096, "n_heads": 8, "n_layers": 3}))
     save_model(model, tmp_path / "m")
     size = (tmp_path / "m" / "model.safetensors").stat().st_size
     assert size > 180e6
     code = """if True:
         import sys, threading, time
-        import torch
         from clockhand.interop.hf import load_model
-        import clockhand.model.transformer
+
+        load_model(sys.argv[2])  # whatever is imported and allocated once
 
         def held():
             lines = open("/proc/self/status").read().splitlines()
@@ -458,4 +459,4 @@ def test_loading_needs_the_memory_of_the_weights_once(tmp_path):
         watcher.join()
         print(peak - before)
     """
-    assert int(run_python(code, tmp_path / "m")) < 1.25 * size
+    assert int(run_python(code, tmp_path / "m", tmp_path / "small")) < 1.25 * size

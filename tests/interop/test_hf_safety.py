@@ -87,6 +87,7 @@ json_values = st.recursive(
     | st.integers()
     | st.floats()
     | st.text(max_size=5)
+    | st.just("two\nlines")
     | st.sampled_from([10**9, 2**62, 10**30, -1, 0]),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
     max_leaves=4,
