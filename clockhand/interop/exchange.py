@@ -5,7 +5,7 @@ random, nothing is dropped in silence, and a file is either the old one or the n
 """
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,31 +17,36 @@ from clockhand.config import ModelConfig
 from clockhand.errors import ClockhandError
 from clockhand.model.transformer import Transformer
 
+MOST_PARTS = 50_000
+"""Layers times experts. Twice what the largest published model has; modules without weights need memory too."""
+
 
 def assemble(
-    config: ModelConfig, weights: Iterable[tuple[str, Tensor]], source: object, dtype: torch.dtype | None = None
+    config: ModelConfig, weight_of: Callable[[str], Tensor], source: object, dtype: torch.dtype | None = None
 ) -> Transformer:
-    """The model of `config` with `weights` under our names, in `dtype` (None keeps each tensor's own).
+    """The model of `config`, in evaluation mode, with the weight that `weight_of` gives for each of our names.
 
-    `weights` is consumed one tensor at a time and may be a generator. A tied head is not among them. Raises
-    `ClockhandError` naming `source` and the tensor that is missing, surplus, repeated or of another shape.
+    It is asked for one tensor at a time, never for a tied head, and its answer is kept in `dtype` (None: as it is).
+    Raises `ClockhandError` naming `source` and the tensor when one has another shape.
     """
-    with torch.device("meta"):  # no memory, and no time spent on initial values that are thrown away
-        model = Transformer(config)
-    wanted = dict(model.named_parameters())
-    for name, weight in weights:
-        if name not in wanted:
-            raise ClockhandError(f"{source}: tensor {name} is not one of this model's, or is there twice")
-        shape = wanted.pop(name).shape
-        if weight.shape != shape:
-            raise ClockhandError(f"{source}: {name} has shape {tuple(weight.shape)} but must have {tuple(shape)}")
+    parts = config.n_layers * max(config.n_experts, 1)
+    if parts > MOST_PARTS:
+        raise ClockhandError(f"{source} asks for {parts} layers or experts, more than {MOST_PARTS}")
+    try:
+        with torch.device("meta"):  # no memory, and no time spent on initial values that are thrown away
+            model = Transformer(config)
+    except (RuntimeError, TypeError, OverflowError):
+        raise ClockhandError(f"{source} asks for tensors larger than there can be") from None
+    for name, parameter in list(model.named_parameters()):
+        weight = weight_of(name)
+        if weight.shape != parameter.shape:
+            shapes = f"{tuple(weight.shape)} but must have {tuple(parameter.shape)}"
+            raise ClockhandError(f"{source}: {name} has shape {shapes}")
         owner, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(owner), leaf, nn.Parameter(weight.to(dtype or weight.dtype)))
-    if wanted:
-        raise ClockhandError(f"{source}: {len(wanted)} tensors are missing, the first is {next(iter(wanted))}")
     if config.tie_embeddings:
         model.lm_head.weight = model.token_embedding.weight
-    return model
+    return model.eval()
 
 
 def refuse_others(config: ModelConfig, allowed: Mapping[str, Any], format: str) -> None:

@@ -59,19 +59,15 @@ class Header(NamedTuple):
     start: int  # where the weights begin, in bytes
 
 
-def read(path: Path, tokenizer: Path | None = None) -> tuple[Transformer, Tokenizer | None]:
-    """The model of a .bin file, in fp32, and the tokenizer of the tokenizer.bin at `tokenizer`, if one is given.
-
-    Raises `ClockhandError` for a file that is not what its header says.
-    """
+def read(path: Path) -> Transformer:
+    """The model of a .bin file, in fp32. Raises `ClockhandError` for a file that is not what its header says."""
     with open(path, "rb") as file:
         header = _read_header(file, path)
-        size = path.stat().st_size
-        needed = header.start + _weight_bytes(header)
+        size, needed = path.stat().st_size, header.start + _weight_bytes(header)
         if size != needed:
             raise ClockhandError(f"{path} has {size} bytes, but its header asks for {needed}")
-        words = read_tokenizer(tokenizer, header.config.vocab_size) if tokenizer else None
-        return assemble(header.config, _read_weights(file, header), path), words
+        places = _places(header)
+        return assemble(header.config, lambda name: _read_weight(file, header, places[name], name), path)
 
 
 def write(model: Transformer, tokenizer: Tokenizer | None, path: Path, version: int = 0) -> list[str]:
@@ -128,8 +124,9 @@ def _read_header(file: BinaryIO, path: Path) -> Header:
     )  # fmt: skip
     if kv_heads < 1:  # 0 would mean n_heads to us
         raise ClockhandError(f"{path}: n_kv_heads = {kv_heads} must be at least 1")
-    if version == 2 and (group_size < 1 or any(math.prod(s) % group_size for name, s in _order(2, config) if _int8(name))):
-        raise ClockhandError(f"{path}: a group of {group_size} weights does not divide its matrices")
+    # Every matrix has a side of d_model, so this divides them all; others do not occur.
+    if version == 2 and (group_size < 1 or dim % group_size):
+        raise ClockhandError(f"{path}: groups of {group_size} weights do not divide its width of {dim}")
     return Header(version, config, group_size, _header_size(version))
 
 
@@ -192,9 +189,9 @@ def _order(version: int, config: ModelConfig) -> Iterator[tuple[str, tuple[int, 
         yield "lm_head.weight", (c.vocab_size, c.d_model)
 
 
-def _int8(name: str) -> bool:
-    """Whether version 2 stores a tensor in int8."""
-    return "norm" not in name
+def _bytes_each(header: Header, name: str) -> int:
+    """How wide a number of this tensor is: version 2 has int8 for matrices."""
+    return 1 if header.version == 2 and "norm" not in name else 4
 
 
 def _weight_bytes(header: Header) -> int:
@@ -209,27 +206,31 @@ def _weight_bytes(header: Header) -> int:
     return 4 * (norms + matrices + tables)
 
 
-def _read_weights(file: BinaryIO, header: Header) -> Iterator[tuple[str, Tensor]]:
-    file.seek(header.start)
+def _places(header: Header) -> dict[str, tuple[int, tuple[int, ...], int]]:
+    """For each name: the byte where it begins, its shape, and (version 2) the byte where its scales begin."""
     order = list(_order(header.version, header.config))
+    at, places = header.start, {}
     # Version 2 keeps the scales of all matrices behind the last matrix.
-    scales_at = header.start + sum(math.prod(shape) * (1 if _int8(name) else 4) for name, shape in order)
+    scales_at = header.start + sum(math.prod(shape) * _bytes_each(header, name) for name, shape in order)
     for name, shape in order:
-        count = math.prod(shape)
-        if name == _TABLES:
-            file.seek(4 * count, 1)
-            continue
-        if header.version == 2 and _int8(name):
-            values = torch.from_numpy(np.fromfile(file, "<i1", count)).view(-1, header.group_size)
-            after = file.tell()
-            file.seek(scales_at)
-            scales = torch.from_numpy(np.fromfile(file, "<f4", len(values)))
-            scales_at = file.tell()
-            file.seek(after)
-            weight = (values * scales[:, None]).view(shape)
-        else:
-            weight = torch.from_numpy(np.fromfile(file, "<f4", count)).view(shape)
-        yield name, _moved(name, weight, header.config, interleaved_to_half)
+        places[name] = at, shape, scales_at
+        at += math.prod(shape) * _bytes_each(header, name)
+        if _bytes_each(header, name) == 1:
+            scales_at += 4 * (math.prod(shape) // header.group_size)
+    return places
+
+
+def _read_weight(file: BinaryIO, header: Header, place: tuple[int, tuple[int, ...], int], name: str) -> Tensor:
+    at, shape, scales_at = place
+    file.seek(at)
+    if _bytes_each(header, name) == 1:
+        groups = torch.from_numpy(np.fromfile(file, "<i1", math.prod(shape))).view(-1, header.group_size)
+        file.seek(scales_at)
+        scales = torch.from_numpy(np.fromfile(file, "<f4", len(groups)))
+        weight = groups * scales[:, None]
+    else:
+        weight = torch.from_numpy(np.fromfile(file, "<f4", math.prod(shape)))
+    return _moved(name, weight.view(shape), header.config, interleaved_to_half)
 
 
 def _write_weights(file: BinaryIO, header: Header, model: Transformer) -> None:
@@ -242,7 +243,7 @@ def _write_weights(file: BinaryIO, header: Header, model: Transformer) -> None:
         weight = parameters[name].detach().float().cpu().reshape(shape)
         if header.config.rope_layout == "half":
             weight = _moved(name, weight, header.config, half_to_interleaved)
-        if header.version == 2 and _int8(name):
+        if _bytes_each(header, name) == 1:
             groups = weight.reshape(-1, header.group_size)
             scale = groups.abs().amax(1) / 127
             quantized = (groups / scale.clamp(min=torch.finfo(torch.float32).tiny)[:, None]).round()
@@ -272,7 +273,9 @@ def read_tokenizer(path: Path, vocab_size: int) -> Tokenizer:
     The program ends a text where the model writes <s> again, so that is the end token. Raises `ClockhandError`.
     """
     content = path.read_bytes()
-    offset, pieces, scores = 4, [], []
+    pieces: list[str] = []
+    scores: list[float] = []
+    offset = 4  # after the length of the longest piece, which only the C program needs
     while offset < len(content):
         if len(content) - offset < 8:
             raise ClockhandError(f"{path} ends inside piece {len(pieces)}")

@@ -33,9 +33,7 @@ def is_byte(piece: str) -> bool:
     return _BYTE.fullmatch(piece) is not None
 
 
-def to_tokenizer(
-    vocabulary: Pieces, special: list[str], unk: str, bos: str, eos: str, source: object
-) -> Tokenizer:
+def to_tokenizer(vocabulary: Pieces, special: list[str], unk: str, bos: str, eos: str, source: object) -> Tokenizer:
     """The tokenizer whose ids are the places in `vocabulary`. `special` are the pieces that stand for no text.
 
     Raises `ClockhandError` naming `source` for a vocabulary without all bytes, with a piece that is repeated or overly
@@ -163,6 +161,6 @@ def starts_with(bos: str, id: int) -> dict[str, Any]:
     return {
         "type": "TemplateProcessing",
         "single": text,
-        "pair": [*text, {"Sequence": {"id": "B", "type_id": 1}}],
+        "pair": [*text, {"Sequence": {"id": "B", "type_id": 0}}],
         "special_tokens": {bos: {"id": bos, "ids": [id], "tokens": [bos]}},
     }

@@ -1,0 +1,332 @@
+"""The parity passport: the same prompts through our model and through another program, and what came of it.
+
+    validate("runs/demo")                          every other program that is installed
+    validate("runs/demo", against="llama.cpp")     one of them: transformers or llama.cpp
+    validate("runs/demo", against="demo.gguf")     one exported file, in the program that runs such files
+
+Compared are the ids of the prompts, the logits at every position, and 64 greedy tokens. Two programs never add in the
+same order, so logits differ by rounding; what is allowed is written beside `EXACT` and `ROUNDED`. A wrong permutation
+of the rows of q is a hundred times beyond that.
+"""
+
+import dataclasses
+import importlib.metadata
+import importlib.util
+import json
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from clockhand.data.tokenizer import Tokenizer
+from clockhand.errors import ClockhandError
+from clockhand.interop import formats, gguf, hf
+from clockhand.interop.exchange import written_whole
+from clockhand.model.cache import KVCache
+from clockhand.model.transformer import Transformer
+
+PROMPTS = (
+    "Once upon a time there was a small clock",
+    "In 1984, 3.14159 times 12,345,678 made 38785093.4.",
+    "def square(x):\n    if x > 0:\n        return x ** 2\n\n\nprint(square(10))",
+    "床前明月光，疑是地上霜。",
+    "👋🏽 café — naïve…",
+    "  two  spaces,\ta tab\n\n\n   and  lines \n",
+)
+GREEDY_TOKENS = 64
+LONGEST_PROMPT = 256  # tokens: RoPE's slow hands need some distance to show a mistake
+
+EXACT = 1e-3
+"""The same fp32 weights: logits may differ by this much of their own spread. Rounding makes 1e-6 to 1e-5 of it."""
+ROUNDED = 1e-3
+"""Weights or activations rounded on the way (f16, bf16, q8_0): nats of KL divergence that a token may have on average.
+A model of 260,000 parameters in q8_0 is at 4e-4, larger ones are lower."""
+
+
+@dataclass(frozen=True)
+class Parity:
+    """What one comparison found."""
+
+    against: str
+    """The other program, or the file."""
+    passed: bool
+    verdict: str
+    """One sentence for a person."""
+    largest_difference: float
+    """Between two logits, over all prompts and positions."""
+    spread: float
+    """Standard deviation of our logits, to hold the difference against."""
+    kl: float
+    """Mean KL divergence of a token, in nats."""
+    token_ids_equal: bool | None
+    """Whether the prompts have the same ids in both; None where the file has no tokenizer."""
+    first_differing_token: int | None
+    """Which greedy token is the first to differ; None when all are equal."""
+    tie: bool
+    """Whether our two best scores were so close there that the difference of the logits explains it."""
+    greedy_text: str
+    greedy_text_there: str
+    versions: dict[str, str]
+
+
+class Program(Protocol):
+    """Another program with a model in it."""
+
+    name: str
+    exact: bool
+    """Whether it computes with the same fp32 numbers as we do."""
+    versions: dict[str, str]
+
+    def encode(self, text: str) -> list[int] | None: ...
+    def logits(self, ids: list[int]) -> Tensor: ...  # (T, V) fp32
+    def greedy(self, ids: list[int], count: int) -> list[int]: ...
+
+
+def validate(model: str | Path, against: str | Path | None = None) -> list[Parity]:
+    """Compares a model folder (or run folder) with other programs, and writes parity.json into the folder.
+
+    `against` is transformers, llama.cpp, or the path of an exported file or folder; None is every program that is
+    installed. Raises `ClockhandError` when there is none, or when the model cannot be exported to it.
+    """
+    folder = hf.find_model_folder(model)
+    programs = [against] if against is not None else [name for name, module in MODULES.items() if _installed(module)]
+    if not programs:
+        raise ClockhandError("no other program is installed; install one with: pip install 'clockhand[peers]'")
+    ours = hf.load_model(folder, dtype=torch.float32)
+    tokenizer = Tokenizer.load(folder)
+    found = []
+    with tempfile.TemporaryDirectory() as scratch:
+        for each in programs:
+            program = _program(each, folder, ours, tokenizer, Path(scratch))
+            found.append(compare(ours, tokenizer, program))
+    with written_whole(folder / "parity.json") as beside:
+        beside.write_text(json.dumps([dataclasses.asdict(each) for each in found], indent=2, ensure_ascii=False))
+    return found
+
+
+def compare(ours: Transformer, tokenizer: Tokenizer, program: Program) -> Parity:
+    """What the prompts show of our model and of `program`."""
+    limit = ours.config.max_seq_len
+    prompts = [tokenizer.encode(prompt, bos=True)[:limit] for prompt in PROMPTS]
+    prompts.append([id for prompt in prompts for id in prompt][: min(limit, LONGEST_PROMPT)])
+    there = [program.encode(prompt) for prompt in PROMPTS]
+    same_ids = None if None in there else there == [tokenizer.encode(prompt) for prompt in PROMPTS]
+
+    difference = 0.0
+    spreads, divergences = [], []
+    for ids in prompts:
+        mine, theirs = _logits(ours, ids), program.logits(ids)
+        if mine.shape != theirs.shape:
+            raise ClockhandError(f"{program.name} answers {tuple(theirs.shape)} logits to our {tuple(mine.shape)}")
+        difference = max(difference, float((mine - theirs).abs().max()))
+        spreads.append(float(mine.std()))
+        mine, theirs = mine.log_softmax(-1), theirs.log_softmax(-1)
+        divergences.append((mine.exp() * (mine - theirs)).sum(-1))  # (T,)
+
+    count = min(GREEDY_TOKENS, limit - len(prompts[0]))
+    greedy, gaps = _greedy(ours, prompts[0], count)
+    greedy_there = program.greedy(prompts[0], count)
+    differing = next((place for place in range(count) if greedy[place] != greedy_there[place]), None)
+    tie = differing is not None and gaps[differing] <= 2 * difference
+    spread, kl = sum(spreads) / len(spreads), float(torch.cat(divergences).mean())
+    problems = _problems(program.exact, difference, spread, kl, same_ids, differing, tie)
+    return Parity(
+        against=program.name,
+        passed=not problems,
+        verdict="different: " + "; ".join(problems) if problems else "equal",
+        largest_difference=difference,
+        spread=spread,
+        kl=kl,
+        token_ids_equal=same_ids,
+        first_differing_token=differing,
+        tie=tie,
+        greedy_text=_text(tokenizer, greedy),
+        greedy_text_there=_text(tokenizer, greedy_there),
+        versions={"clockhand": _version("clockhand"), "torch": torch.__version__, **program.versions},
+    )
+
+
+def _problems(
+    exact: bool, difference: float, spread: float, kl: float, same_ids: bool | None, differing: int | None, tie: bool
+) -> list[str]:
+    """What stands against parity. Written so that NaN does."""
+    problems = []
+    if exact and not difference <= EXACT * spread:
+        problems.append(f"logits differ by {difference:.3g}, more than {EXACT} of their spread of {spread:.3g}")
+    if not exact and not kl <= ROUNDED:
+        problems.append(f"a token has a KL divergence of {kl:.3g} nats on average, more than {ROUNDED}")
+    if same_ids is False:
+        problems.append("a prompt has other token ids there")
+    if differing is not None and not tie:
+        problems.append(f"greedy token {differing} differs")
+    return problems
+
+
+@torch.inference_mode()
+def _logits(model: Transformer, ids: Sequence[int]) -> Tensor:
+    return model(torch.tensor([ids])).logits[0].float()  # (T, V)
+
+
+@torch.inference_mode()
+def _greedy(model: Transformer, ids: Sequence[int], count: int) -> tuple[list[int], list[float]]:
+    """The `count` most probable continuations of `ids`, and how far the second best was behind each."""
+    cache = KVCache(model.config, 1, max_seq_len=len(ids) + count)
+    chosen: list[int] = []
+    gaps: list[float] = []
+    fresh = list(ids)
+    for _ in range(count):
+        scores = model(torch.tensor([fresh]), cache=cache).logits[0, -1]  # (V,)
+        best = scores.topk(2)
+        chosen.append(int(best.indices[0]))
+        gaps.append(float(best.values[0] - best.values[1]))
+        fresh = chosen[-1:]
+    return chosen, gaps
+
+
+def _text(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
+    """The text of `ids`; a model may have more of them than its tokenizer."""
+    return tokenizer.decode([id for id in ids if id < tokenizer.vocab_size])
+
+
+# ---- the other programs ----
+
+MODULES = {"transformers": "transformers", "llama.cpp": "llama_cpp"}
+"""The other programs, and the module by which each is known here."""
+
+
+def _program(against: str | Path, folder: Path, model: Transformer, tokenizer: Tokenizer, scratch: Path) -> Program:
+    if against == "transformers":
+        return Transformers(folder)
+    if against == "llama.cpp":
+        file = scratch / "model.gguf"
+        gguf.write(model, tokenizer, file)
+        return LlamaCpp(file, "llama.cpp")
+    path = Path(against)
+    if not path.exists():
+        raise ClockhandError(f"against = '{against}' must be {', '.join(MODULES)} or the path of an exported model")
+    kind = formats.recognize(path)
+    if kind == "hf":
+        return Transformers(path)
+    if kind == "gguf":
+        return LlamaCpp(path, str(against))
+    return Reread(path)
+
+
+class Transformers:
+    """A Hugging Face folder in transformers."""
+
+    def __init__(self, folder: Path) -> None:
+        _need("transformers")
+        import transformers
+
+        self.name = "transformers"
+        self.exact = True
+        self.versions = {"transformers": transformers.__version__}
+        self._tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+        self._model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+    def encode(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=False))
+
+    @torch.inference_mode()
+    def logits(self, ids: list[int]) -> Tensor:
+        return self._model(torch.tensor([ids])).logits[0].float()
+
+    @torch.inference_mode()
+    def greedy(self, ids: list[int], count: int) -> list[int]:
+        chosen: list[int] = []
+        fresh, cache = list(ids), None
+        for _ in range(count):
+            answer = self._model(torch.tensor([fresh]), past_key_values=cache, use_cache=True)
+            cache, fresh = answer.past_key_values, [int(answer.logits[0, -1].argmax())]
+            chosen += fresh
+        return chosen
+
+
+class LlamaCpp:
+    """A GGUF file in llama.cpp."""
+
+    def __init__(self, file: Path, name: str) -> None:
+        _need("llama.cpp")
+        import llama_cpp
+
+        self.name = name
+        # Even with f16 weights it rounds activations, so only f32 is the same arithmetic.
+        self.exact = gguf.is_f32(file)
+        self.versions = {"llama-cpp-python": llama_cpp.__version__}
+        self._llama = llama_cpp.Llama(
+            str(file),
+            n_ctx=LONGEST_PROMPT + GREEDY_TOKENS,
+            logits_all=True,
+            type_k=llama_cpp.GGML_TYPE_F32,  # its cache is f16 unless told otherwise
+            type_v=llama_cpp.GGML_TYPE_F32,
+            # Negative: what the file says, where this binding would put its own defaults.
+            yarn_attn_factor=-1.0,
+            yarn_beta_fast=-1.0,
+            yarn_beta_slow=-1.0,
+            n_threads=torch.get_num_threads(),
+            verbose=False,
+        )
+
+    def encode(self, text: str) -> list[int]:
+        return list(self._llama.tokenize(text.encode(), add_bos=False, special=False))
+
+    def logits(self, ids: list[int]) -> Tensor:
+        self._llama.reset()
+        self._llama.eval(ids)
+        return torch.from_numpy(self._llama.scores[: len(ids)].copy()).float()
+
+    def greedy(self, ids: list[int], count: int) -> list[int]:
+        chosen: list[int] = []
+        self._llama.reset()
+        fresh = list(ids)
+        for _ in range(count):
+            self._llama.eval(fresh)
+            fresh = [int(self._llama.scores[self._llama.n_tokens - 1].argmax())]
+            chosen += fresh
+        return chosen
+
+
+class Reread:
+    """A file of a format that no installed program runs, read back by ourselves. It proves the writing, no more."""
+
+    def __init__(self, path: Path) -> None:
+        found = formats.read(path)
+        self.name = str(path)
+        self.exact = False  # such files may be quantized
+        self.versions: dict[str, str] = {}
+        self._model, self._tokenizer = found.model.float(), found.tokenizer
+
+    def encode(self, text: str) -> list[int] | None:
+        return None if self._tokenizer is None else self._tokenizer.encode(text)
+
+    def logits(self, ids: list[int]) -> Tensor:
+        return _logits(self._model, ids)
+
+    def greedy(self, ids: list[int], count: int) -> list[int]:
+        return _greedy(self._model, ids, count)[0]
+
+
+def _installed(module: str) -> bool:
+    return importlib.util.find_spec(module) is not None
+
+
+def _need(program: str) -> None:
+    if not _installed(MODULES[program]):
+        raise ClockhandError(f"{program} is not installed; install it with: pip install 'clockhand[peers]'")
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def as_dict(parity: Parity) -> dict[str, Any]:
+    """For --json."""
+    return dataclasses.asdict(parity)
