@@ -55,7 +55,7 @@ def find_model_folder(path: str | Path) -> Path:
     checkpoints = [folder for folder in (path / "checkpoints").glob("step-*") if folder.name[5:].isdecimal()]
     checkpoints.sort(key=lambda folder: int(folder.name[5:]), reverse=True)
     for folder in checkpoints:
-        if is_model_folder(folder) and all(problem_of(file) is None for file in weight_files(folder)):
+        if is_model_folder(folder) and all(map(_opens, weight_files(folder))):
             return folder
     if checkpoints:
         raise ClockhandError(f"none of the {len(checkpoints)} checkpoints in '{path}' is whole")
@@ -90,15 +90,15 @@ def weight_files(folder: Path) -> list[Path]:
     return files
 
 
-def problem_of(file: Path) -> ClockhandError | None:
-    """What is wrong with a safetensors file, judged by its header and its size; None for a whole one."""
+def _opens(file: Path) -> bool:
+    """Whether a safetensors file is whole, judged by its header and its size."""
     from safetensors import SafetensorError, safe_open
 
     try:
         with safe_open(file, framework="numpy"):
-            return None
-    except (SafetensorError, OSError) as error:
-        return unreadable(file, error)
+            return True
+    except (SafetensorError, OSError):
+        return False
 
 
 def unreadable(file: Path, error: Exception) -> ClockhandError:
