@@ -165,9 +165,17 @@ def test_a_given_scale_replaces_one_over_root_head_dim(route):
     assert not torch.allclose(route(q, k, v, sees, scale=1.0), route(q, k, v, sees), atol=0.01)
 
 
-def test_the_softmax_of_the_definition_is_taken_in_fp32():
-    """64 equal scores in bf16: their weights of 1/64 are exact, but a bf16 sum of 300 ones stops at 256."""
-    q, k, v = (torch.zeros(1, 300, 1, 8, dtype=torch.bfloat16) for _ in range(3))
-    v += 1
-    out = attend_reference(q, k, v, Visibility(counting(1, 300), counting(1, 300)))
-    torch.testing.assert_close(out, torch.ones_like(out), rtol=0, atol=2**-7)
+def test_the_weights_of_a_bf16_model_are_rounded_once_not_at_every_step():
+    """With the identity for values, what comes out is the weights (claim B11)."""
+    q, k, _ = draw_qkv(0, 1, 128, 128, 1, 1, torch.bfloat16)
+    identity = torch.eye(128, dtype=torch.bfloat16)[None, :, None]
+    q, k = (F.pad(x, (0, 120)) for x in (q, k))  # (1, 128, 1, 128)
+    sees = Visibility(torch.full((1, 128), 127), counting(1, 128))
+    weights = attend_reference(q, k, identity, sees)[0, :, 0]
+
+    scores = torch.einsum("tc,sc->ts", q[0, :, 0], k[0, :, 0]) * (1 / math.sqrt(128))
+    exact = scores.double().softmax(-1)
+    torch.testing.assert_close(weights.double(), exact, rtol=2**-8, atol=0)  # half a unit in the last of 8 bits
+    exponentials = scores.exp()
+    in_bf16 = exponentials / exponentials.sum(-1, keepdim=True)  # control
+    assert ((in_bf16.double() / exact) - 1).abs().max() > 2**-7

@@ -198,38 +198,37 @@ def test_dynamic_scaling_does_nothing_up_to_the_trained_length_and_reads_each_ro
     assert float(plain[-1] / theta[3, -1]) == pytest.approx(5, rel=1e-12)
 
 
-ORIGINAL = 512
-THEIR_WORDS: dict[str, dict[str, Any]] = {
-    "linear": {},
-    "dynamic": {},
-    "yarn": dict(original_max_position_embeddings=ORIGINAL),
-    "llama3": dict(original_max_position_embeddings=ORIGINAL, low_freq_factor=1.0, high_freq_factor=4.0),
-}
-
-
-@pytest.mark.parametrize("scaling", THEIR_WORDS)
+# 131,072 tokens are more than a turn of the slowest hand of base 10,000: yarn's ramp then ends beyond the last pair.
+@pytest.mark.parametrize("original", [512, 131_072])
+@pytest.mark.parametrize("scaling", ["linear", "dynamic", "yarn", "llama3"])
 @pytest.mark.parametrize("head_dim", [16, 64, 96, 128])
 @pytest.mark.parametrize("theta", [1e4, 5e5, 1e6])
-@pytest.mark.parametrize("factor", [1.5, 4.0, 32.0])
-def test_frequencies_are_those_of_transformers(make_config, scaling, head_dim, theta, factor):
+@pytest.mark.parametrize("factor", [1.5, 32.0])
+def test_frequencies_are_those_of_transformers(make_config, scaling, head_dim, theta, factor, original):
     rope_utils = pytest.importorskip("transformers.modeling_rope_utils")
     from transformers import LlamaConfig
 
-    original = 0 if scaling == "linear" else ORIGINAL
     ours = make_config(
         head_dim=head_dim,
         rope_theta=theta,
         rope_scaling=scaling,
         rope_factor=factor,
-        rope_original_max_seq_len=original,
+        rope_original_max_seq_len=0 if scaling == "linear" else original,
     )
     theirs = LlamaConfig(
         hidden_size=4 * head_dim,
         num_attention_heads=4,
-        max_position_embeddings=ORIGINAL,
-        rope_parameters={"rope_type": scaling, "rope_theta": theta, "factor": factor, **THEIR_WORDS[scaling]},
+        max_position_embeddings=original,
+        rope_parameters={
+            "rope_type": scaling,
+            "rope_theta": theta,
+            "factor": factor,
+            "original_max_position_embeddings": original,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+        },
     )
-    for length in (100, 512, 513, 5000) if scaling == "dynamic" else (None,):
+    for length in (100, original, original + 1, 10 * original) if scaling == "dynamic" else (None,):
         lengths = None if length is None else torch.tensor([[length]])
         their_theta, their_factor = rope_utils.ROPE_INIT_FUNCTIONS[scaling](theirs, "cpu", seq_len=length)
         # 2e-6: theirs is computed in fp32, where a power of a base of 1e6 is off by a few 1e-7.
