@@ -205,6 +205,17 @@ def look_at_router(model: Transformer, ids: Tensor) -> list[dict[str, Any]]:
     return seen
 
 
+def router_table(model: Transformer, ids: list[int]) -> tuple[list[str], list[list[str]]]:
+    """Headings and one row a layer: the load of every expert, and the entropy as a share of perfect balance."""
+    length = min(len(ids), model.config.max_seq_len, 4096)
+    even = math.log(model.config.n_experts) if model.config.is_moe else 1.0
+    rows = [
+        [str(number), *(f"{share:.1%}" for share in layer["load"]), f"{layer['entropy'] / even:.3f}"]
+        for number, layer in enumerate(look_at_router(model, torch.tensor([ids[:length]])))
+    ]
+    return ["layer", *(f"expert {e}" for e in range(model.config.n_experts)), "entropy / ln E"], rows
+
+
 MOE = {**BASE, "n_experts": 4, "n_experts_per_token": 1, "d_ff": 176}
 
 

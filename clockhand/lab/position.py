@@ -541,10 +541,15 @@ TARGETS = 32  # last tokens of each window that are predicted, the same ones for
 
 
 def with_scaling(model: Transformer, scaling: str, trained: int, length: int) -> Transformer:
-    """A model with the same weights, whose RoPE is stretched from `trained` to `length` by the named rule."""
+    """A model with the same weights, whose RoPE is stretched from `trained` to `length` by the named rule.
+
+    Where nothing needs stretching it is not stretched: a factor is chosen for the length, as one would in use.
+    """
+    if length <= trained:
+        scaling = "none"
     changes: dict[str, Any] = {"rope_scaling": scaling, "max_seq_len": max(length, model.config.max_seq_len)}
     if scaling in ("linear", "ntk", "yarn"):
-        changes["rope_factor"] = max(length / trained, 1.0)
+        changes["rope_factor"] = length / trained
     if scaling == "dynamic":
         changes["rope_factor"] = 2.0
     if scaling in ("dynamic", "yarn"):
@@ -576,6 +581,33 @@ def loss_against_length(
             total, count = total + float(summed.total), count + summed.count
         losses.append(total / count)
     return losses
+
+
+def length_table(model: Transformer, ids: list[int]) -> tuple[list[str], list[list[str]]]:
+    """Headings and one row a scaling: nats per token of any model, read at ½ to 4 times its max_seq_len, or as far as `ids` go.
+
+    Raises `ClockhandError` for a model without RoPE, and for a text too short to leave the trained length.
+    """
+    if model.config.position != "rope" or model.config.rope_scaling != "none":
+        raise ClockhandError(
+            f"position = {model.config.position}, rope_scaling = {model.config.rope_scaling}: must be plain rope"
+        )
+    trained = model.config.max_seq_len
+    lengths = [
+        length for length in (trained // 2, trained, 2 * trained, 4 * trained) if length + 2 + TARGETS < len(ids)
+    ]
+    if len(lengths) < 3:
+        raise ClockhandError(
+            f"the text has {len(ids):,} tokens; more than {2 * trained:,} are needed to leave the trained length"
+        )
+    rows = [
+        [
+            scaling,
+            *(f"{loss:.3f}" for loss in loss_against_length(model, torch.tensor(ids), trained, lengths, scaling, 16)),
+        ]
+        for scaling in SCALINGS
+    ]
+    return ["rope_scaling", *(f"{length:,}" for length in lengths)], rows
 
 
 def length_curves(lab: Lab, seeds: tuple[int, ...]) -> tuple[int, list[int], dict[str, list[list[float]]]]:
