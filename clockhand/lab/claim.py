@@ -89,6 +89,16 @@ class Expect:
         """Whether the measured value is what a correct implementation finds."""
         return self.truth is None or _stands(measured, self.truth, self.tolerance, self.relation)
 
+    def wanted(self, lang: str = "en") -> str:
+        """What is to be found, for people: `35,926,528`, `≤ 1e-12`, or nothing where it is only reported."""
+        if self.truth is None:
+            return ""
+        if self.relation == "=":
+            return show(self.truth, lang)
+        assert isinstance(self.truth, int | float)
+        below = self.relation == "<="
+        return ("≤ " if below else "≥ ") + f"{self.truth + self.tolerance if below else self.truth - self.tolerance:g}"
+
     def as_chapter_says(self, measured: Value) -> bool:
         if self.chapter is None:
             return self.found(measured)
@@ -185,7 +195,7 @@ _NO_PARAGRAPH = Text(
 
 
 def show(value: Value | None, lang: str = "en") -> str:
-    """A number for people: 35,926,528 and 0.0695815 and 1.3e-04 and yes."""
+    """A number for people: 35,926,528 and 0.0695815 and 1.33352e-04 and yes; of mere rounding two digits are enough."""
     if value is None:
         return "–"
     if isinstance(value, bool):
@@ -195,5 +205,7 @@ def show(value: Value | None, lang: str = "en") -> str:
     if isinstance(value, float):
         if value == int(value) and 1000 <= abs(value) < 1e15:
             return f"{int(value):,}"
+        if 0 < abs(value) < 1e-8:
+            return f"{value:.1e}"
         return f"{value:.6g}" if value == 0 or 1e-3 <= abs(value) < 1e7 else f"{value:.5e}"
     return value

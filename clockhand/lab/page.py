@@ -50,7 +50,7 @@ article p { margin: .5rem 0; } .sentence { font-style: italic; } html[data-lang=
 table { border-collapse: collapse; font-size: .82rem; line-height: 1.4; width: 100%; font-variant-numeric: tabular-nums; }
 th { text-align: left; font-weight: 500; color: var(--soft); } th, td { padding: .25rem .6rem .25rem 0; vertical-align: top;
   border-bottom: 1px solid var(--faint); overflow-wrap: anywhere; }
-td.value { font-weight: 600; } td.odd { color: var(--c2); }
+td.value { font-weight: 600; } td.value small { display: block; font-weight: 400; color: var(--soft); } td.key { white-space: nowrap; } td.odd { color: var(--c2); }
 article details { margin-top: .5rem; font-size: .86rem; } article summary { cursor: pointer; color: var(--soft);
   font: .82rem system-ui, sans-serif; }
 .counts { display: flex; flex-wrap: wrap; gap: .4rem 1.2rem; padding: 0; list-style: none; font-weight: 600; }
@@ -72,6 +72,8 @@ document.querySelector('button.lang').addEventListener('click', () => {
   root.dataset.lang = root.dataset.lang === 'en' ? 'zh' : 'en';
   root.lang = root.dataset.lang === 'en' ? 'en' : 'zh-CN';
 });
+// The contents are a column on a wide screen and folded away on a narrow one.
+document.querySelector('nav details').open = matchMedia('(min-width: 78rem)').matches;
 const theta = JSON.parse(document.getElementById('theta').textContent);
 const position = document.getElementById('position'), distance = document.getElementById('distance');
 const turn = (hand, angle) => hand.setAttribute('transform', `rotate(${(angle * 180 / Math.PI) % 360})`);

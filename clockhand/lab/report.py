@@ -40,10 +40,10 @@ def page(outcomes: Outcomes, figures: Mapping[str, str], lang: str = "en") -> st
     body = "\n".join(
         [
             f'<button class="lang" type="button">{both(Text("中文", "English"))}</button>',
-            _contents(),
             f'<main><h1>{both(_TITLE)}</h1><p class="lead">{both(_LEAD)}</p>',
             _counts(outcomes),
             f'<p class="meta">{_made(outcomes)}</p>',
+            _contents(),
             _clock(theta),
             _overview(outcomes),
             *(_chapter(letter, outcomes, figures) for letter in CHAPTERS),
@@ -100,7 +100,7 @@ def _contents() -> str:
             for section in SECTIONS[letter]
         )
         lists.append(f"<b>{letter} · {both(title)}</b><ol>{items}</ol>")
-    return f"<nav><details open><summary>{both(Text('Contents', '目录'))}</summary>{''.join(lists)}</details></nav>"
+    return f"<nav><details><summary>{both(Text('Contents', '目录'))}</summary>{''.join(lists)}</details></nav>"
 
 
 def _number(section: Section) -> str:
@@ -155,9 +155,9 @@ def _overview(outcomes: Outcomes) -> str:
     for claim in all_claims().values():
         outcome = outcomes.get(claim.id)
         headline = claim.expects[0]
-        found = value(outcome.values[headline.key]) if outcome else "–"
+        found = f"{value(outcome.values[headline.key])}<small>{both(headline.name)}</small>" if outcome else "–"
         rows.append(
-            f'<tr class="{_css(outcome)}"><td><a href="#{claim.id}">{claim.id}</a></td><td>{both(claim.sentence)}</td>'
+            f'<tr class="{_css(outcome)}"><td class="key"><a href="#{claim.id}">{claim.id}</a></td><td>{both(claim.sentence)}</td>'
             f'<td class="value">{found}</td><td class="badge">{_verdict(outcome)}</td></tr>'
         )
     heads = "".join(
@@ -218,18 +218,20 @@ def _card(claim: Claim, outcome: Outcome | None) -> str:
 
 
 def _numbers(claim: Claim, outcome: Outcome) -> str:
+    """A row for every number; the chapter's column only where it says something else."""
+    differs = any(expect.chapter is not None for expect in claim.expects)
     rows = []
     for expect in claim.expects:
         measured = outcome.values[expect.key]
-        chapter = "" if expect.chapter is None else value(expect.chapter)
-        odd = "" if expect.as_chapter_says(measured) else " odd"
-        sign = {"=": "", "<=": "≤ ", ">=": "≥ "}[expect.relation]
-        truth = "" if expect.truth is None else sign + value(expect.truth)
-        rows.append(
-            f'<tr><td>{both(expect.name)}</td><td class="value">{value(measured)}</td><td>{truth}</td>'
-            f'<td class="{odd.strip()}">{chapter}</td></tr>'
-        )
-    heads = (Text("", ""), Text("measured", "实测"), Text("to find", "应得"), Text("chapter", "章节"))
+        wanted = Text(expect.wanted("en"), expect.wanted("zh"))
+        row = f'<td>{both(expect.name)}</td><td class="value">{value(measured)}</td><td>{both(wanted)}</td>'
+        if differs:
+            kind = "" if expect.as_chapter_says(measured) else "odd"
+            row += f'<td class="{kind}">{"" if expect.chapter is None else value(expect.chapter)}</td>'
+        rows.append(f"<tr>{row}</tr>")
+    heads = [Text("", ""), Text("measured", "实测"), Text("to find", "应得"), Text("chapter", "章节")][
+        : 4 if differs else 3
+    ]
     head = "".join(f"<th>{both(name)}</th>" for name in heads)
     return f'<div class="scroll"><table><tr>{head}</tr>{"".join(rows)}</table></div>'
 

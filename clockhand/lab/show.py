@@ -182,12 +182,10 @@ def in_full(claim: Claim, outcome: Outcome, lang: str = "en") -> RenderableType:
     for heading in (Text("", ""), _MEASURED, _EXPECTED, _CHAPTER, Text("tolerance, and why", "容差及理由")):
         numbers.add_column(heading.to(lang), overflow="fold")
     for expect in claim.expects:
-        truth = "" if expect.truth is None else show(expect.truth, lang)
-        sign = "" if expect.relation == "=" else {"<=": "≤ ", ">=": "≥ "}[expect.relation]
         numbers.add_row(
             expect.name.to(lang),
             Line(show(outcome.values[expect.key], lang), style="bold"),
-            sign + truth,
+            expect.wanted(lang),
             show(expect.chapter, lang) if expect.chapter is not None else "",
             "" if expect.truth is None else f"{expect.tolerance:g}: {expect.because.to(lang)}",
         )

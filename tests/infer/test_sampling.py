@@ -272,7 +272,21 @@ def test_a_row_draws_from_its_own_generator_and_takes_one_number_from_it():
     assert together != draws([9, 8, 7], [0, 1, 2])
 
 
-def test_the_last_id_can_be_drawn_and_nothing_beyond_it():
-    last = torch.tensor([[0.0, 0.0, 1.0]])
-    generator = torch.Generator().manual_seed(0)
-    assert {sample(last, [generator]).item() for _ in range(100)} == {2}
+@pytest.mark.parametrize(
+    ("number", "id"), [(0.0, 1), (0.49, 1), (0.5, 3), (0.74, 3), (0.75, 4), (1 - 2**-53, 4)], ids=str
+)
+def test_the_number_drawn_points_at_an_id_that_can_be_and_never_beyond_the_last(monkeypatch, number, id):
+    monkeypatch.setattr(torch, "rand", lambda *shape, **options: torch.full(shape, number, dtype=torch.float64))
+    probabilities = torch.tensor([[0.0, 0.5, 0.0, 0.25, 0.25, 0.0]])
+    for scale in (1.0, 1.0 + 2**-23, 1.0 - 2**-24):  # a softmax sums to 1 only nearly
+        assert sample(probabilities * scale, [torch.Generator()]).item() == id
+
+
+def test_every_id_of_a_long_tail_has_its_place(monkeypatch):
+    tail = torch.full((1, 1001), 1e-9)
+    tail[0, 0] = 1.0
+    for id in (1, 500, 1000):
+        number = (1.0 + 1e-9 * (id - 0.5)) / (1.0 + 1e-6)  # the middle of the id's place on the line
+        monkeypatch.setattr(torch, "rand", lambda *shape, at=number, **_: torch.full(shape, at, dtype=torch.float64))
+        assert sample(tail, [torch.Generator()]).item() == id
+    assert len(tail.cumsum(-1).unique()) < 20  # on a line in fp32 most ids would have no place
