@@ -521,7 +521,7 @@ def outcome(error: Exception) -> tuple[int, str | None]:
     if isinstance(error, typer.Abort):  # Ctrl-C
         return 130, ""
     if isinstance(error, Misuse):
-        error.show()  # type: ignore[attr-defined]
+        error.show()
         return 2, ""
     if isinstance(error, Interrupted):
         return error.exit_code, "stopped; everything is saved, and the same command goes on"
