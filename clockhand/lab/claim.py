@@ -203,7 +203,7 @@ def show(value: Value | None, lang: str = "en") -> str:
     if isinstance(value, int):
         return f"{value:,}"
     if isinstance(value, float):
-        if value == int(value) and 1000 <= abs(value) < 1e15:
+        if 1000 <= abs(value) < 1e15 and value == int(value):
             return f"{int(value):,}"
         if 0 < abs(value) < 1e-8:
             return f"{value:.1e}"
