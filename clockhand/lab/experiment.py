@@ -69,6 +69,8 @@ class Lab:
     scale: float = 1.0
     say: Callable[[str], None] = field(default=lambda line: None)
     """Told what is being done, a line at a time."""
+    measured: dict[str, Any] = field(default_factory=dict)
+    """What several claims read and one of them measured."""
 
     @cached_property
     def corpus(self) -> Corpus:

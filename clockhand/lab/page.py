@@ -34,6 +34,7 @@ nav { font-size: .84rem; line-height: 1.5; margin: 2rem 0; } nav summary { curso
 nav ol { list-style: none; margin: .3rem 0 .9rem; padding: 0; } nav li { padding-left: calc(var(--depth) * 1rem); }
 nav a { text-decoration: none; color: inherit; display: block; padding: .1rem 0; } nav a:hover { color: var(--link); }
 nav b { display: block; margin-top: .8rem; }
+@media (max-width: 40rem) { h1 { margin-top: 2.6rem; font-size: 1.8rem; } td.badge { font-size: .76rem; } }
 @media (min-width: 78rem) { main { margin-left: max(21rem, calc(50vw - 22rem)); }
   nav { position: fixed; left: 0; top: 0; bottom: 0; width: 19rem; overflow-y: auto; margin: 0; padding: 1.4rem 1rem 3rem 1.4rem;
   border-right: 1px solid var(--faint); } }
@@ -50,7 +51,7 @@ article p { margin: .5rem 0; } .sentence { font-style: italic; } html[data-lang=
 table { border-collapse: collapse; font-size: .82rem; line-height: 1.4; width: 100%; font-variant-numeric: tabular-nums; }
 th { text-align: left; font-weight: 500; color: var(--soft); } th, td { padding: .25rem .6rem .25rem 0; vertical-align: top;
   border-bottom: 1px solid var(--faint); overflow-wrap: anywhere; }
-td.value { font-weight: 600; } td.value small { display: block; font-weight: 400; color: var(--soft); } td.key { white-space: nowrap; } td.odd { color: var(--c2); }
+td.value { font-weight: 600; } td.value small { display: block; font-weight: 400; color: var(--soft); } td.key, .n { white-space: nowrap; } td.badge { overflow-wrap: normal; } td.odd { color: var(--c2); }
 article details { margin-top: .5rem; font-size: .86rem; } article summary { cursor: pointer; color: var(--soft);
   font: .82rem system-ui, sans-serif; }
 .counts { display: flex; flex-wrap: wrap; gap: .4rem 1.2rem; padding: 0; list-style: none; font-weight: 600; }

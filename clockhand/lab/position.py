@@ -610,24 +610,30 @@ def length_table(model: Transformer, ids: list[int]) -> tuple[list[str], list[li
     return ["rope_scaling", *(f"{length:,}" for length in lengths)], rows
 
 
-def length_curves(lab: Lab, seeds: tuple[int, ...]) -> tuple[int, list[int], dict[str, list[list[float]]]]:
-    """The trained length, the lengths tried, and for each scaling the losses, one row a seed."""
-    models, ids = [lab.train(BASE, seed).model() for seed in seeds], lab.held_out(40_000)
-    trained = int(RECIPE["seq_len"])
-    lengths = [trained // 2, trained, trained * 2, trained * 4, trained * 8]
-    windows = 48 if lab.scale == 1 else 4
-    curves = {
-        scaling: [loss_against_length(model, ids, trained, lengths, scaling, windows) for model in models]
-        for scaling in SCALINGS
-    }
-    return trained, lengths, curves
+def length_curves(lab: Lab, seeds: tuple[int, ...]) -> dict[str, Any]:
+    """The `trained` length, the `lengths` tried, and as `curves` for each scaling the losses, one row a seed.
+
+    Three claims read them; they are measured once.
+    """
+    if "lengths" not in lab.measured:
+        models, ids = [lab.train(BASE, seed).model() for seed in seeds], lab.held_out(40_000)
+        trained = int(RECIPE["seq_len"])
+        lengths = [trained // 2, trained, trained * 2, trained * 4, trained * 8]
+        windows = 48 if lab.scale == 1 else 4
+        curves = {
+            scaling: [loss_against_length(model, ids, trained, lengths, scaling, windows) for model in models]
+            for scaling in SCALINGS
+        }
+        lab.measured["lengths"] = {"trained": trained, "lengths": lengths, "curves": curves}
+    return lab.measured["lengths"]
 
 
 SHARP, FLAT = 0.1, 0.05  # nats per token: a tenth is what a model of twice the size would gain; half of it is flat
 
 
 def measure_lengths(lab: Lab, seeds: tuple[int, ...]) -> Measured:
-    trained, lengths, curves = length_curves(lab, seeds)
+    data = length_curves(lab, seeds)
+    trained, lengths, curves = data["trained"], data["lengths"], data["curves"]
 
     def rise(scaling: str, times: int) -> Difference:
         """The loss at times · trained length minus the plain one at the trained length."""
@@ -652,7 +658,7 @@ def measure_lengths(lab: Lab, seeds: tuple[int, ...]) -> Measured:
             "window": f"(B, {lengths[0]} … {lengths[-1]})",
             "targets": f"the last {TARGETS} tokens, always the same",
         },
-        data={"trained": trained, "lengths": lengths, "curves": curves},
+        data=data,
     )
 
 

@@ -80,7 +80,9 @@ def both(text: Text) -> str:
 
 
 def value(measured: Value | None) -> str:
-    return both(Text(show(measured, "en"), show(measured, "zh")))
+    """A number that stays on its line, or a word that may wrap."""
+    shown = both(Text(show(measured, "en"), show(measured, "zh")))
+    return shown if isinstance(measured, str) else f'<span class="n">{shown}</span>'
 
 
 # ── the top ────────────────────────────────────────────────────────────────────────────────────────────────────────
