@@ -35,7 +35,7 @@ LARGEST = {"f16": 65504.0, "q8_0": 65504.0 * 127}
 
 _ALWAYS: dict[str, Any] = dict(
     norm="rms", norm_position="pre", residual=True, mlp="swiglu", position="rope", sliding_window=0,
-    rope_scaling=("none", "linear", "ntk", "yarn"),
+    rope_scaling=("none", "linear", "ntk", "yarn"), rope_beta_fast=32.0, rope_beta_slow=1.0,
 )  # fmt: skip
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "llama": {**_ALWAYS, "rope_scaling": (*_ALWAYS["rope_scaling"], "llama3"), "qk_norm": False, "n_experts": 0},
@@ -57,7 +57,6 @@ _KEYS = {
     "norm_eps": "attention.layer_norm_rms_epsilon",
 }
 _HEAD_DIM = ("attention.key_length", "attention.value_length", "rope.dimension_count")
-_YARN = {"rope_beta_fast": "rope.scaling.yarn_beta_fast", "rope_beta_slow": "rope.scaling.yarn_beta_slow"}
 _ORIGINAL = "rope.scaling.original_context_length"
 
 
@@ -142,11 +141,9 @@ def _config_keys(config: ModelConfig, architecture: str) -> dict[str, Any]:
         keys["rope.scaling.factor"] = config.rope_factor
     if config.rope_scaling in ("yarn", "llama3"):
         keys[_ORIGINAL] = config.rope_original_max_seq_len
-    if config.rope_scaling == "yarn":
-        keys |= {theirs: getattr(config, ours) for ours, theirs in _YARN.items()}
-        if config.rope_attention_factor is not None:
-            # llama.cpp multiplies this onto YaRN's own factor.
-            keys["rope.scaling.attn_factor"] = config.rope_attention_factor / _yarn_factor(config.rope_factor)
+    if config.rope_attention_factor is not None:
+        # llama.cpp multiplies this onto YaRN's own factor.
+        keys["rope.scaling.attn_factor"] = config.rope_attention_factor / _yarn_factor(config.rope_factor)
     return {f"{architecture}.{name}": value for name, value in keys.items()}
 
 
@@ -321,8 +318,6 @@ def _rope(file: GGUFFile, keys: _Keys, sizes: Mapping[str, Any]) -> dict[str, An
     values |= {"rope_scaling": kind, "rope_factor": factor}
     if kind == "yarn":
         values["rope_original_max_seq_len"] = original or sizes["max_seq_len"]
-        values["rope_beta_fast"] = keys.get(_YARN["rope_beta_fast"], float, 32.0)
-        values["rope_beta_slow"] = keys.get(_YARN["rope_beta_slow"], float, 1.0)
         if "rope.scaling.attn_factor" in keys and factor > 0:
             more = keys.get("rope.scaling.attn_factor", float)
             values["rope_attention_factor"] = float(f"{more * _yarn_factor(factor):.6g}")  # undoes fp32's rounding

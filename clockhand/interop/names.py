@@ -531,6 +531,8 @@ GGUF_SAME_AS: dict[str, tuple[Any, ...]] = {
     "expert_weights_scale": (0.0, 1.0),
     "rope.scaling.yarn_ext_factor": (1.0, -1.0),
     "rope.scaling.yarn_attn_factor": (1.0,),
+    "rope.scaling.yarn_beta_fast": (32.0,),  # llama.cpp reads neither in these architectures
+    "rope.scaling.yarn_beta_slow": (1.0,),
     "rope.scaling.yarn_log_multiplier": (0.0,),
     "use_parallel_residual": (False,),
 }

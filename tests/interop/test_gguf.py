@@ -29,12 +29,9 @@ ROPES = {
     "plain": {},
     "linear": dict(rope_scaling="linear", rope_factor=4.0),
     "ntk": dict(rope_scaling="ntk", rope_factor=4.0),
-    "yarn": dict(rope_scaling="yarn", rope_factor=4.0, rope_original_max_seq_len=64),
+    "yarn": dict(rope_scaling="yarn", rope_factor=4.0, rope_original_max_seq_len=64, head_dim=64),
     "yarn with a factor of attention": dict(
         rope_scaling="yarn", rope_factor=16.0, rope_original_max_seq_len=64, rope_theta=1e6, rope_attention_factor=1.0
-    ),
-    "yarn with betas": dict(
-        rope_scaling="yarn", rope_factor=8.0, rope_original_max_seq_len=200, rope_beta_fast=6.0, rope_beta_slow=2.0
     ),
     "llama3": dict(rope_scaling="llama3", rope_factor=8.0, rope_original_max_seq_len=128, rope_theta=5e5),
 }
@@ -110,18 +107,33 @@ def test_a_trained_model_in_q8_0_stays_within_a_thousandth_of_a_nat(llama_cpp, s
     assert parity.compare(ours, words, parity.LlamaCpp(tmp_path / "m.gguf", "llama.cpp")).kl < 1e-3
 
 
+WRONG = {
+    "no scaling": (ROPES["linear"], dict(rope_scaling="none", rope_factor=1.0)),
+    "another base": (ROPES["ntk"], dict(rope_factor=5.0)),
+    "another original length": (ROPES["yarn"], dict(rope_original_max_seq_len=200)),
+    "YaRN's own factor of attention": (ROPES["yarn with a factor of attention"], dict(rope_attention_factor=None)),
+    "Llama 3's scaling by another factor": (ROPES["llama3"], dict(rope_factor=7.0)),
+}
+
+
 @pytest.mark.peers
-@pytest.mark.parametrize("broken", ["rows not moved", "rows moved where they must not be", "rope scaling left out"])
-def test_control_llama_cpp_shows_a_wrong_export(llama_cpp, words, tmp_path, monkeypatch, broken):
-    ours = model(qk_norm=broken == "rows moved where they must not be", **ROPES["linear"])
-    if broken == "rope scaling left out":
-        config = dataclasses.replace(ours.config, rope_scaling="none", rope_factor=1.0)
-        export = Transformer(config)
-        export.load_state_dict(ours.state_dict())
-    else:
-        monkeypatch.setattr(gguf, "_layout", lambda architecture: "interleaved" if ours.config.qk_norm else "half")
-        export = ours
-    gguf.write(export, words, tmp_path / "m.gguf")
+@pytest.mark.parametrize("name", WRONG)
+def test_control_llama_cpp_shows_a_wrong_rotation(llama_cpp, words, tmp_path, name):
+    rope, wrong = WRONG[name]
+    ours = model(**rope)
+    exported = Transformer(dataclasses.replace(ours.config, **wrong))
+    exported.load_state_dict(ours.state_dict())
+    gguf.write(exported, words, tmp_path / "m.gguf")
+    assert not parity.compare(ours, words, parity.LlamaCpp(tmp_path / "m.gguf", "llama.cpp")).passed
+
+
+@pytest.mark.peers
+@pytest.mark.parametrize("qk_norm", [False, True])
+def test_control_llama_cpp_shows_a_wrong_order_of_rows(llama_cpp, words, tmp_path, monkeypatch, qk_norm):
+    """Rows that are not moved for llama, and rows that are moved for qwen3."""
+    monkeypatch.setattr(gguf, "_layout", lambda architecture: "interleaved" if qk_norm else "half")
+    ours = model(qk_norm=qk_norm)
+    gguf.write(ours, words, tmp_path / "m.gguf")
     found = parity.compare(ours, words, parity.LlamaCpp(tmp_path / "m.gguf", "llama.cpp"))
     assert not found.passed
     assert found.largest_difference > 0.1 * found.spread  # a hundred times the allowance
@@ -275,6 +287,7 @@ def test_minimind_and_its_tokenizer_come_back(shared_data, tmp_path):
         ("sliding_window", dict(sliding_window=64)),
         ("rope_scaling", dict(rope_scaling="dynamic", rope_factor=2.0, rope_original_max_seq_len=64)),
         ("rope_scaling", dict(qk_norm=True, **ROPES["llama3"])),
+        ("rope_beta_fast", dict(rope_beta_fast=16.0, **ROPES["yarn"])),
         ("qk_norm", dict(n_experts=2)),
         ("renormalize_top_k", dict(qk_norm=True, n_experts=2, n_experts_per_token=2, renormalize_top_k=False)),
         ("attention_bias", dict(qk_norm=True, attention_bias="all")),
