@@ -64,7 +64,7 @@ def canvas(rows: int = 1, columns: int = 1, height: float = 3.0, **kwargs: Any) 
         "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.color": FAINT,
         "grid.linewidth": 0.5, "lines.linewidth": 1.6, "legend.frameon": False, "legend.fontsize": 8,
         "axes.prop_cycle": cycler(color=SERIES), "figure.facecolor": "none", "axes.facecolor": "none",
-        "axes.unicode_minus": True,
+        "axes.unicode_minus": True, "axes.axisbelow": True,
     }  # fmt: skip
     matplotlib.rcParams.update(style)
     figure = Figure(figsize=(5.2, height), layout="constrained")
@@ -466,8 +466,8 @@ def router(outcomes: Outcomes) -> "Figure | None":
             axis.bar(
                 range(len(layers)), [layer["load"][expert] for layer in layers], bottom=below, color=hue, width=0.8
             )
-        axis.set_title(f"{label}", fontsize=8)
-        axis.set_xticks(range(len(layers)), [f"{layer['entropy']:.2f}" for layer in layers], fontsize=7)
+        axis.set_title(label, fontsize=7.5)
+        axis.set_xticks(range(len(layers)), [f"{layer['entropy']:.2f}" for layer in layers], fontsize=6)
         axis.grid(visible=False)
     axes.flat[0].set_ylabel(say("share of tokens per expert", "各专家的 token 比例"))
     figure.supxlabel(
@@ -477,13 +477,16 @@ def router(outcomes: Outcomes) -> "Figure | None":
 
 
 def experts_text(outcomes: Outcomes) -> "Figure | None":
-    """The same characters in the first and in the last layer, coloured by the expert they go to."""
+    """The same characters in two models, coloured by the expert they go to in the layer that spreads them most."""
     if "B20" not in outcomes:
         return None
-    view = outcomes["B20"].data["free"]
+    views = {
+        say("a router trained by the balance loss", "由均衡损失训练的路由器"): outcomes["B20"].data["balanced"],
+        say("a router trained by the language loss", "由语言损失训练的路由器"): outcomes["B20"].data["free"],
+    }
     figure, axes = canvas(2, 1, height=3.6)
-    titles = (say("first layer", "第一层"), say("last layer", "最后一层"))
-    for axis, layer, title in zip(axes.flat, (view["layers"][0], view["layers"][-1]), titles):
+    for axis, (title, view) in zip(axes.flat, views.items()):
+        layer = max(view["layers"], key=lambda layer: layer["entropy"])
         for place, (piece, expert) in enumerate(zip(view["pieces"][:200], layer["choice"])):
             row, column = divmod(place, 40)
             axis.add_patch(_tile(column, -row, 1, 1, SERIES[expert]))
@@ -514,7 +517,7 @@ FIGURES: dict[str, tuple[Draw, Text]] = {
     "norm_position": (norm_position, Text("Pre- and post-norm, twelve layers, the same learning rate; dashed with a warm-up.", "Pre-Norm 与 Post-Norm，十二层，学习率相同；虚线为加了预热。")),
     "gate_value": (gate_value, Text("Is the gate worth its parameters? One dot a seed, bars are means.", "门控值不值它的参数？每点一个种子，横线为均值。")),
     "router": (router, Text("Where the tokens go, layer by layer.", "各层的 token 去向。")),
-    "experts_text": (experts_text, Text("Characters coloured by the expert they go to, in a model whose language loss trains the router.", "按所去专家着色的字符（由语言损失训练路由器的模型）。")),
+    "experts_text": (experts_text, Text("Characters coloured by the expert they go to, each model in the layer that spreads them most. The balance loss makes the router even, the language loss makes it choose.", "按所去专家着色的字符，各取负载最分散的一层。均衡损失让路由器摊得均匀，语言损失让它学会挑选。")),
     "waterfall": (waterfall, Text("The two riddles: from the chapter's sizes (75.7M) to MiniMind-3 (63.9M) to its MoE (198.4M). The 226.5M are experts of another width.", "两个谜题：从章节的尺寸（75.7M）到 MiniMind-3（63.9M），再到 MoE（198.4M）。226.5M 是另一种宽度的专家。")),
 }  # fmt: skip
 """Every figure by name: how it is drawn, and its caption."""

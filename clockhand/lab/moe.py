@@ -195,7 +195,7 @@ def look_at_router(model: Transformer, ids: Tensor) -> list[dict[str, Any]]:
         assert isinstance(module, MixtureOfExperts)
         chosen = module.route(inputs[0].flatten(0, -2)).experts  # (B·T, k)
         load = chosen.flatten().bincount(minlength=model.config.n_experts).double() / chosen.numel()
-        entropy = -(load * load.clamp(min=1e-12).log()).sum().item()
+        entropy = abs((load * load.clamp(min=1e-12).log()).sum().item())
         seen.append({"load": load.tolist(), "entropy": entropy, "choice": chosen[:, 0].tolist()})
 
     handles = [block.mlp.register_forward_hook(watch) for block in blocks_of(model)]

@@ -1,8 +1,10 @@
 """What a person sees of the lab on a terminal: the table, one claim in full, and the verbs the command line calls.
 
-run_claims([], ...)                    the table of all instant claims
-run_claims(["A10", "B06"], ...)        these two in full: formula, shapes, numbers, control, where to read
-look_inside("B20", folder)             the same question to a model of the reader's own
+    run_claims([], ...)                    the table of all instant claims
+    run_claims(["A10", "B06"], ...)        these two in full: formula, shapes, numbers, control, where to read
+    look_inside("B20", folder)             the same question to a model of the reader's own
+
+How claims are run is in `run.py`, the page in `report.py`.
 """
 
 import json

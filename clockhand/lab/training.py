@@ -189,7 +189,7 @@ A23 = Claim(
 
 def measure_norm_position(lab: Lab, seeds: tuple[int, ...]) -> Measured:
     deep = {**BASE, "n_layers": DEPTH, "d_model": 64, "d_ff": 176}
-    steps = 150
+    steps = 120
 
     def runs(position: str, warmup: int) -> list[Trained]:
         how: dict[str, Any] = dict(steps=steps, warmup_steps=warmup, learning_rate=3e-3)
@@ -198,8 +198,8 @@ def measure_norm_position(lab: Lab, seeds: tuple[int, ...]) -> Measured:
     kinds = {
         "pre": runs("pre", 0),
         "post": runs("post", 0),
-        "post, warm-up": runs("post", 50),
-        "pre, warm-up": runs("pre", 50),
+        "post, warm-up": runs("post", 40),
+        "pre, warm-up": runs("pre", 40),
     }
     losses = {name: [run.loss for run in found] for name, found in kinds.items()}
     stable = compare(losses["pre"], losses["post"])
