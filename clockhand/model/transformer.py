@@ -151,7 +151,7 @@ class Transformer(nn.Module):
                     documents = documents_in_order(documents)
                 positions = self._default_positions(ids, documents, cache)
             self._check_table(positions)
-            sees = self._visibility(positions, documents, cache, padded)
+            sees = self._visibility(positions, documents, cache)
             is_token = positions >= 0 if padded else None
 
             x = self.token_embedding(ids)  # (B, T, D)
@@ -160,7 +160,7 @@ class Transformer(nn.Module):
             x = self.dropout(x)
             turned = None
             if self.config.position == "rope":
-                turned = rotation(self.config, positions.clamp(min=0), self._lengths(positions, documents, cache))
+                turned = rotation(self.config, positions, self._lengths(positions, documents, cache))
 
             balance_loss = x.new_zeros((), dtype=torch.float32)
             for layer, block in enumerate(self.blocks):
@@ -198,13 +198,11 @@ class Transformer(nn.Module):
         steps = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
         return steps if documents is None else positions_in_documents(documents)
 
-    def _visibility(
-        self, positions: Tensor, documents: Tensor | None, cache: KVCache | None, padded: bool
-    ) -> Visibility:
+    def _visibility(self, positions: Tensor, documents: Tensor | None, cache: KVCache | None) -> Visibility:
         window, tokens = self.config.sliding_window, positions.shape[1]
         key_positions = positions if cache is None else cache.begin(positions)
-        fresh = key_positions.shape[1] == tokens and not padded  # no older keys, so both sides count 0, 1, 2, ...
-        counts_up = fresh and bool((positions == torch.arange(tokens, device=positions.device)).all())
+        # Rows that all count 0, 1, 2, ... have no padding, and nothing older in a cache.
+        counts_up = bool((positions == torch.arange(tokens, device=positions.device)).all())
         causal = counts_up and documents is None and (window == 0 or window >= tokens)
         return Visibility(positions, key_positions, window, documents, documents, plainly_causal=causal)
 
