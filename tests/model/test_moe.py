@@ -163,7 +163,7 @@ def test_a_half_precision_layer_answers_in_its_own_type(make_moe, renormalize):
     assert narrow.dtype == torch.bfloat16
     assert balance.dtype == torch.float32
     plain = moe.forward_reference(x.bfloat16())[0]
-    torch.testing.assert_close(narrow, plain, rtol=0.02, atol=0.02 * float(wide.abs().max()))  # 8 bits, k = 2 sums
+    torch.testing.assert_close(narrow, plain, rtol=0.02, atol=0.02 * wide.abs().max().item())  # 8 bits, k = 2 sums
 
 
 # ── balance loss ───────────────────────────────────────────────────────────────────────────────────────────────────

@@ -71,6 +71,14 @@ def test_a_sliding_window_of_one_layer_forgets_what_has_left_it(make_model, make
 # ── positions ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@settings(max_examples=10, deadline=None)
+@given(order=st.permutations(range(9)))
+def test_what_counts_is_the_position_of_a_token_not_its_place_in_the_call(make_model, make_ids, kind, order):
+    model, ids, order = make_model(**kind), make_ids(2, 9), list(order)
+    shuffled = model(ids[:, order], positions=torch.tensor(order).expand(2, 9)).logits
+    torch.testing.assert_close(shuffled, model(ids).logits[:, order], **close)
+
+
 @pytest.mark.parametrize("shift", [10, 30_000])
 def test_moving_all_positions_changes_nothing_under_rope(make_model, make_ids, shift):
     model, ids = make_model().double(), make_ids(2, 9)
@@ -189,6 +197,13 @@ def test_documents_with_given_positions_may_be_interleaved(make_model, make_ids)
         torch.testing.assert_close(mixed[:, start::2], model(ids[:, start::2]).logits, **close)
 
 
+def test_documents_are_apart_even_where_positions_count_through_them(make_model, make_ids):
+    model, ids = make_model(), make_ids(1, 7)
+    documents, positions = torch.tensor([[0, 0, 0, 1, 1, 1, 1]]), torch.arange(7)[None]
+    packed = model(ids, documents=documents, positions=positions).logits
+    torch.testing.assert_close(packed[:, 3:], model(ids[:, 3:]).logits, **close)
+
+
 def test_positions_restart_with_each_document_and_skip_padding():
     documents = torch.tensor([[3, 3, 3, 1, 1, 9], [0, 1, 1, 1, 1, 1]])
     assert positions_in_documents(documents).tolist() == [[0, 1, 2, 0, 1, 0], [0, 0, 1, 2, 3, 4]]
@@ -268,12 +283,17 @@ def test_dropout_acts_in_training_only(make_model, make_ids):
     model, plain, ids = make_model(dropout=0.3), make_model(), make_ids(2, 6)
     assert torch.equal(model(ids).logits, plain(ids).logits)
     model.train()
+    calls = []
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.register_forward_hook(lambda *_: calls.append(1))
+    model(ids)
+    assert len(calls) == 1 + 2 * 2  # after the embedding, and after the attention and the MLP of two layers
     torch.manual_seed(0)
     first, second = model(ids).logits, model(ids).logits
     assert not torch.allclose(first, second, atol=0.1)
     torch.manual_seed(0)
     assert torch.equal(model(ids).logits, first)
-    model.eval()
 
 
 def test_the_balance_loss_is_the_coefficient_times_the_sum_over_layers(make_model, make_ids):
