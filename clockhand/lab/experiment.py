@@ -123,8 +123,9 @@ class Lab:
         return [self.train(settings, seed, **recipe).loss for seed in seeds]
 
     def held_out(self, tokens: int) -> Tensor:
-        """The first `tokens` ids of the held-out plays, (tokens,)."""
-        return torch.from_numpy(self.corpus.split("val").read(0, tokens).astype("int64"))
+        """The first `tokens` ids of the held-out plays, or all there are, (tokens,)."""
+        split = self.corpus.split("val")
+        return torch.from_numpy(split.read(0, min(tokens, split.n_tokens)).astype("int64"))
 
 
 def blocks_of(model: Transformer) -> list[Any]:

@@ -273,7 +273,7 @@ def measure_gate_value(lab: Lab, seeds: tuple[int, ...]) -> Measured:
             "high": equal.high,
             "pairs": equal.pairs,
         },
-        control={"more": 100 * (mlp_parameters(build("minimind-3-textbook", mlp="relu", d_ff=4608)) / plain - 1) - 50},
+        control={"more": 100 * (gated / mlp_parameters(build("minimind-3-textbook", mlp="relu", d_ff=4608)) - 1)},
         data={"swiglu": swiglu, "relu_same_width": relu_same_width, "relu_equal": relu_equal},
         verdict=verdict_lower(equal),
     )
@@ -301,7 +301,7 @@ B12 = Claim(
         Expect("high", Text("to", "95 % 区间上限"), None),
         Expect("pairs", Text("pairs of runs", "成对运行数"), None),
     ),
-    control=Text("A ReLU MLP of one and a half times the width has 50 % more too: then SwiGLU has 0 % more.", "ReLU MLP 宽度乘 1.5，参数也多 50 %：这时 SwiGLU 多出的是 0 %。"),
+    control=Text("Against a ReLU MLP of one and a half times the width it has nothing more, and must miss.", "与宽度为 1.5 倍的 ReLU MLP 相比，参数并不更多，必须对不上。"),
     why={
         Verdict.HOLDS: Text(
             "The counts are exact. At the same width SwiGLU is {same_width} nats from ReLU, but that buys with parameters; at "

