@@ -284,6 +284,7 @@ class LlamaCpp:
             yarn_beta_fast=-1.0,
             yarn_beta_slow=-1.0,
             n_threads=torch.get_num_threads(),
+            n_threads_batch=torch.get_num_threads(),
             verbose=False,
         )
 
