@@ -154,15 +154,7 @@ class ModelConfig:
 
     def _check_unread(self) -> None:
         """Refuses a value other than the default in a field that this model never reads."""
-        unread: dict[str, str] = {}  # field -> the setting that makes it idle
-        if not self.is_moe:
-            unread |= dict.fromkeys(("n_experts_per_token", "renormalize_top_k", "balance_coef"), "n_experts = 0")
-        if self.position != "rope":
-            idle = f"position = {self.position}"
-            unread |= dict.fromkeys(("rope_theta", "rope_layout", "rope_scaling"), idle)
-        read = ROPE_SCALING_FIELDS[self.rope_scaling]
-        for names in ROPE_SCALING_FIELDS.values():
-            unread |= {name: f"rope_scaling = {self.rope_scaling}" for name in names if name not in read}
+        unread = unread_fields(self.n_experts, self.position, self.rope_scaling)
         for field in dataclasses.fields(self):
             if field.name in unread:
                 allowed = f"left at {field.default} where {unread[field.name]}, which does not read it"
@@ -186,6 +178,9 @@ class ModelConfig:
             require(self, "rope_beta_slow", slow > 0, "above 0")
             require(self, "rope_beta_fast", self.rope_beta_fast > slow, f"above rope_beta_slow = {slow}")
             require(self, "rope_attention_factor", factor is None or factor > 0, "above 0")
+            # Otherwise no pair turns often enough to be kept, and the ramp between kept and divided has no place.
+            needed = f"above 2π · rope_beta_slow = {2 * math.pi * slow:.4g} where rope_scaling = yarn"
+            require(self, "rope_original_max_seq_len", self.rope_original_max_seq_len > 2 * math.pi * slow, needed)
         if self.rope_scaling == "llama3":
             low = self.rope_low_freq_factor
             require(self, "rope_low_freq_factor", low > 0, "above 0")
@@ -199,6 +194,19 @@ class ModelConfig:
     @property
     def is_moe(self) -> bool:
         return self.n_experts > 0
+
+
+def unread_fields(n_experts: int, position: str, rope_scaling: str) -> dict[str, str]:
+    """The fields that a model with these three settings never reads, each with the setting that makes it idle."""
+    unread: dict[str, str] = {}
+    if n_experts == 0:
+        unread |= dict.fromkeys(("n_experts_per_token", "renormalize_top_k", "balance_coef"), "n_experts = 0")
+    read = ROPE_SCALING_FIELDS[rope_scaling] if position == "rope" else ()
+    for names in ROPE_SCALING_FIELDS.values():
+        unread |= {name: f"rope_scaling = {rope_scaling}" for name in names if name not in read}
+    if position != "rope":
+        unread |= dict.fromkeys(("rope_theta", "rope_layout", "rope_scaling"), f"position = {position}")
+    return unread
 
 
 Config = TypeVar("Config")  # any of our frozen dataclasses

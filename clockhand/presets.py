@@ -8,7 +8,7 @@ into a `ModelConfig`, with any field replaced *before* derived fields are settle
 
 from typing import Any
 
-from clockhand.config import ModelConfig, from_dict
+from clockhand.config import CHOICES, ModelConfig, from_dict, unread_fields
 from clockhand.errors import unknown_name
 
 _LLAMA3_ROPE: dict[str, Any] = dict(
@@ -56,6 +56,14 @@ def preset_settings(name: str) -> dict[str, Any]:
 
 
 def build(name: str, **settings: Any) -> ModelConfig:
-    """The config of a preset with `settings` in place of its own values."""
+    """The config of a preset with `settings` in place of its own values.
+
+    What the preset says of things that `settings` switch off (its rope_theta where position = none) is left out.
+    """
+    values = {"n_experts": 0, "position": "rope", "rope_scaling": "none", **preset_settings(name), **settings}
+    if values["rope_scaling"] in CHOICES["rope_scaling"]:
+        for field in unread_fields(values["n_experts"], values["position"], values["rope_scaling"]):
+            if field not in settings:
+                values.pop(field, None)
     source = f"preset {name}" + (f" with {', '.join(settings)} changed" if settings else "")
-    return from_dict(ModelConfig, {**preset_settings(name), **settings}, source)
+    return from_dict(ModelConfig, values, source)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from clockhand.config import CHOICES, ModelConfig, field_docs, field_names, from_dict, parse_settings
 from clockhand.errors import ClockhandError, unknown_name
+from clockhand.presets import build
 
 SMALL: dict[str, Any] = dict(vocab_size=100, d_model=48, n_layers=2, n_heads=6, n_kv_heads=2, d_ff=64)
 SCALINGS: dict[str, dict[str, Any]] = {
@@ -296,3 +297,10 @@ def test_every_config_there_can_be_is_either_whole_or_refused(data):
 def test_every_field_has_its_line_of_explanation():
     assert set(field_docs(ModelConfig)) == set(field_names(ModelConfig))
     assert all(field_docs(ModelConfig).values())
+
+
+def test_yarn_from_a_length_in_which_no_pair_turns_once_is_refused():
+    """There the ramp ran backwards (in transformers too, and the other way round)."""
+    with pytest.raises(ClockhandError, match=r"rope_original_max_seq_len = 6 must be above 2π"):
+        build("tiny", rope_scaling="yarn", rope_factor=4.0, rope_original_max_seq_len=6)
+    assert build("tiny", rope_scaling="yarn", rope_factor=4.0, rope_original_max_seq_len=7)

@@ -69,3 +69,11 @@ def test_changing_the_settings_of_a_preset_leaves_the_preset_alone():
 def test_configs_and_presets_never_import_torch():
     program = "import sys, clockhand.presets; clockhand.presets.build('tiny'); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+def test_what_a_changed_setting_switches_off_leaves_the_preset_with_it():
+    assert build("minimind-3", position="none").rope_theta == 10_000
+    assert build("llama-3.2-1b", position="learned").rope_scaling == "none"
+    assert build("qwen3-30b-a3b", n_experts=0).n_experts_per_token == 1
+    with pytest.raises(ClockhandError, match="rope_theta"):  # what the user says himself is never dropped
+        build("minimind-3", position="none", rope_theta=5e5)

@@ -181,6 +181,11 @@ class Transformer(nn.Module):
             raise ClockhandError("documents cannot be packed into a cache: give each document its own row")
         if cache is not None and cache.batch_size != ids.shape[0]:
             raise ClockhandError(f"a cache of {cache.batch_size} rows cannot take a batch of {ids.shape[0]}")
+        if cache is not None:
+            for name in ("n_layers", "n_kv_heads", "head_dim"):
+                theirs, ours = getattr(cache.config, name), getattr(self.config, name)
+                if theirs != ours:
+                    raise ClockhandError(f"the cache was made for {name} = {theirs}, but this model has {ours}")
         low, high = (int(bound) for bound in ids.aminmax())
         if low < 0 or high >= self.config.vocab_size:
             wrong = low if low < 0 else high

@@ -1,12 +1,11 @@
-"""Small models run on one thread, and files get damaged: what every reader of foreign files must survive."""
+"""Files get damaged: what every reader of foreign files must survive."""
 
 import resource
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -14,15 +13,6 @@ from clockhand.errors import ClockhandError
 
 HEADER = 600  # bytes in which damage is most interesting
 MEMORY = 300 * 2**20  # far above what these small files need, far below what their damaged headers claim
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """The models here are tiny: two threads would spend their time waiting for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @st.composite

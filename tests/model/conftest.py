@@ -1,6 +1,6 @@
 """Small models whose weights are large and uneven, so that a mistake anywhere shows in the logits."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -47,15 +47,6 @@ def _make_model(seed: int = 0, **changes: Any) -> Transformer:
             is_norm_weight = parameter.dim() == 1 and name.endswith("weight")
             parameter.copy_(1 + 0.3 * noise if is_norm_weight else 0.3 * noise)
     return model.eval()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Tensors this small gain nothing from a second thread; on a busy machine, waiting for it took 60 times as long."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

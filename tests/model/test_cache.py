@@ -266,3 +266,9 @@ def test_a_cache_that_forgot_would_show(make_model, make_ids):
     difference = (restarted - model(ids).logits).abs().amax((0, 2))
     assert difference[:4].max() < 1e-4
     assert difference[4:].min() > 0.1
+
+
+def test_a_cache_of_another_shape_of_model_is_refused_by_the_field_that_differs(make_config, make_model, make_ids):
+    cache = KVCache(make_config(n_kv_heads=1), 1)
+    with pytest.raises(ClockhandError, match="n_kv_heads = 1, but this model has 2"):
+        make_model()(make_ids(1, 3), cache=cache)

@@ -11,15 +11,6 @@ from clockhand.train.config import TrainConfig
 from clockhand.train.log import read_log
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    """Models this small gain nothing from a second thread, and lose much where other processes want the core too."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory) -> Corpus:
     folder = tmp_path_factory.mktemp("data")
