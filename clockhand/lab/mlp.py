@@ -187,11 +187,11 @@ def measure_dead_units(lab: Lab, seeds: tuple[int, ...]) -> Measured:
         verdict = Verdict.REFUTED
     return Measured(
         values={
-            "relu": sum(relu) / len(relu),
-            "swiglu": sum(swiglu) / len(swiglu),
+            "relu": 100 * sum(relu) / len(relu),
+            "swiglu": 100 * sum(swiglu) / len(swiglu),
             "relu_dies": any_dead,
             "swiglu_alive": max(swiglu) == 0,
-            "difference": difference.mean,
+            "difference": 100 * difference.mean,
         },
         control={"relu_dies": any(share > 0 for share in swiglu), "swiglu_alive": max(relu) == 0},
         shapes={"ids": "(16, 128)", "units": f"{BASE['n_layers']} layers × width"},
@@ -211,28 +211,28 @@ A14 = Claim(
     ),
     formula="ReLU'(x) = 0 for x < 0      SiLU'(x) = 0 only at x = −1.278",
     expects=(
-        Expect("relu", Text("dead ReLU units", "死亡的 ReLU 单元"), None),
-        Expect("swiglu", Text("dead SwiGLU units", "死亡的 SwiGLU 单元"), None),
+        Expect("relu", Text("dead ReLU units, %", "死亡的 ReLU 单元 %"), None),
+        Expect("swiglu", Text("dead SwiGLU units, %", "死亡的 SwiGLU 单元 %"), None),
         Expect("relu_dies", Text("some ReLU units died, every seed", "每个种子都有 ReLU 单元死亡"), True, Text("the claim itself", "命题本身")),
         Expect("swiglu_alive", Text("no SwiGLU unit died, any seed", "任何种子都没有 SwiGLU 单元死亡"), True, Text("the claim itself", "命题本身")),
-        Expect("difference", Text("difference of the shares", "比例之差"), None),
+        Expect("difference", Text("difference, points", "相差（百分点）"), None),
     ),
     control=Text("The two roles exchanged must miss.", "两种激活的角色对调，必须对不上。"),
     why={
         Verdict.HOLDS: Text(
-            "After training, {relu} of the ReLU units received no gradient from any of 2048 characters, and {swiglu} of the "
-            "SwiGLU units. (Dead for these characters: a rarer one may still wake a unit.)",
-            "训练之后，2048 个字符对 {relu} 的 ReLU 单元没有任何梯度，SwiGLU 则为 {swiglu}。（这里的“死”是对这些字符而言，更罕见的字符或许仍能唤醒它。）",
+            "After training, {relu} % of the ReLU units received no gradient from any of 2048 characters, and {swiglu} % of "
+            "the SwiGLU units. (Dead for these characters: a rarer one may still wake a unit.)",
+            "训练之后，有 {relu} % 的 ReLU 单元从 2048 个字符中得不到任何梯度，SwiGLU 则为 {swiglu} %。（这里的“死”是对这些字符而言，更罕见的字符或许仍能唤醒它。）",
         ),
         Verdict.UNDECIDED: Text(
-            "ReLU units can die in principle, but here {relu} of them did, not in every seed: at this size and length of "
-            "training the danger is small. SwiGLU: {swiglu}.",
-            "ReLU 单元原则上会死，但这里的比例只有 {relu}，并非每个种子都有：在这样的规模与训练长度下，危险不大。SwiGLU：{swiglu}。",
+            "ReLU units can die in principle, but here {relu} % of them did, not in every seed: at this size and length of "
+            "training the danger is small. SwiGLU: {swiglu} %.",
+            "ReLU 单元原则上会死，但这里只有 {relu} %，并非每个种子都有：在这样的规模与训练长度下，危险不大。SwiGLU：{swiglu} %。",
         ),
         Verdict.REFUTED: Text(
-            "Some SwiGLU units received no gradient either ({swiglu}; ReLU {relu}): far enough to the left SiLU's slope "
+            "Some SwiGLU units received no gradient either ({swiglu} %; ReLU {relu} %): far enough to the left SiLU's slope "
             "underflows to zero.",
-            "也有 SwiGLU 单元没有收到梯度（{swiglu}；ReLU 为 {relu}）：输入足够负时，SiLU 的斜率会下溢为零。",
+            "也有 SwiGLU 单元没有收到梯度（{swiglu} %；ReLU 为 {relu} %）：输入足够负时，SiLU 的斜率会下溢为零。",
         ),
     },
     read="clockhand/model/mlp.py:MLP",

@@ -187,6 +187,9 @@ A23 = Claim(
 # ── where the norm belongs ─────────────────────────────────────────────────────────────────────────────────────────
 
 
+LITTLE = 0.05  # nats a character: a warm-up that is worth less than this can be left out
+
+
 def measure_norm_position(lab: Lab, seeds: tuple[int, ...]) -> Measured:
     deep = {**BASE, "n_layers": DEPTH, "d_model": 64, "d_ff": 176}
     steps = 120
@@ -208,13 +211,19 @@ def measure_norm_position(lab: Lab, seeds: tuple[int, ...]) -> Measured:
     peak = {
         name: max(max(run.column("train/grad_norm")[5:], default=0.0) for run in found) for name, found in kinds.items()
     }
-    holds = stable.exceeds_noise and stable.mean < 0
+    better = stable.exceeds_noise and stable.mean < 0
+    little = need.mean < LITTLE
+    if better:
+        verdict = Verdict.HOLDS if little else Verdict.CONDITION
+    else:
+        verdict = Verdict.REFUTED if stable.exceeds_noise else Verdict.UNDECIDED
     return Measured(
         values={
             "pre_minus_post": stable.mean,
             "low": stable.low,
             "high": stable.high,
-            "pre_better": holds,
+            "pre_better": better,
+            "little_warmup": little,
             "pre_without_warmup": need.mean,
             "post_gain_by_warmup": helped.mean,
             "pre_peak": peak["pre"],
@@ -226,7 +235,7 @@ def measure_norm_position(lab: Lab, seeds: tuple[int, ...]) -> Measured:
             "curves": {name: found[0].column("train/loss") for name, found in kinds.items()},
             "gradients": {name: found[0].column("train/grad_norm") for name, found in kinds.items()},
         },
-        verdict=Verdict.HOLDS if holds else Verdict.REFUTED if stable.exceeds_noise else Verdict.UNDECIDED,
+        verdict=verdict,
     )
 
 
@@ -248,6 +257,7 @@ B08 = Claim(
         Expect("low", Text("95 % interval from", "95 % 区间下限"), None),
         Expect("high", Text("to", "95 % 区间上限"), None),
         Expect("pre_better", Text("pre-norm lower, beyond the noise", "Pre-Norm 更低，且超出噪声"), True, Text("the claim itself", "命题本身")),
+        Expect("little_warmup", Text("pre-norm loses less than 0.05 nats without a warm-up", "Pre-Norm 不预热，损失不超过 0.05 奈特"), True, Text("the claim itself", "命题本身")),
         Expect("pre_without_warmup", Text("pre-norm: what leaving out the warm-up costs", "Pre-Norm 不预热的代价"), None),
         Expect("post_gain_by_warmup", Text("post-norm: change by a warm-up", "Post-Norm 加预热后的变化"), None),
         Expect("pre_peak", Text("largest gradient after step 5, pre-norm", "第 5 步之后的最大梯度，Pre-Norm"), None),
@@ -260,6 +270,12 @@ B08 = Claim(
             "costs pre-norm {pre_without_warmup}; giving post-norm one changes it by {post_gain_by_warmup}. Largest gradients: "
             "{pre_peak} and {post_peak}.",
             "不预热时，Pre-Norm 的最终损失与 Post-Norm 相差 {pre_minus_post} 奈特（{low} 到 {high}）。省去预热，Pre-Norm 的代价是 {pre_without_warmup}；给 Post-Norm 加上预热，变化为 {post_gain_by_warmup}。最大梯度：{pre_peak} 与 {post_peak}。",
+        ),
+        Verdict.CONDITION: Text(
+            "Without warm-up pre-norm ends {pre_minus_post} nats from post-norm ({low} to {high}): it learns where post-norm "
+            "hardly does. But it is not indifferent: leaving out the warm-up costs it {pre_without_warmup} nats at this rate, "
+            "with gradients up to {pre_peak}. A warm-up changes post-norm by {post_gain_by_warmup}.",
+            "不预热时，Pre-Norm 的最终损失与 Post-Norm 相差 {pre_minus_post} 奈特（{low} 到 {high}）：Post-Norm 几乎学不动，它却能学。但它并非毫不在意：在这个学习率下省去预热，代价是 {pre_without_warmup} 奈特，梯度最大达 {pre_peak}。给 Post-Norm 加上预热，变化为 {post_gain_by_warmup}。",
         ),
         Verdict.REFUTED: Text(
             "At this depth and rate post-norm is the better one: pre-norm ends {pre_minus_post} nats from it ({low} to "
