@@ -29,9 +29,7 @@ def assemble(
     It is asked for one tensor at a time, never for a tied head, and its answer is kept in `dtype` (None: as it is).
     Raises `ClockhandError` naming `source` and the tensor when one has another shape.
     """
-    parts = config.n_layers * max(config.n_experts, 1)
-    if parts > MOST_PARTS:
-        raise ClockhandError(f"{source} asks for {parts} layers or experts, more than {MOST_PARTS}")
+    refuse_countless(config, source)
     try:
         with torch.device("meta"):  # no memory, and no time spent on initial values that are thrown away
             model = Transformer(config)
@@ -49,6 +47,13 @@ def assemble(
     return model.eval()
 
 
+def refuse_countless(config: ModelConfig, source: object) -> None:
+    """Raises `ClockhandError` for more layers and experts than any model has."""
+    parts = config.n_layers * max(config.n_experts, 1)
+    if parts > MOST_PARTS:
+        raise ClockhandError(f"{source} asks for {parts} layers or experts, more than {MOST_PARTS}")
+
+
 def refuse_others(config: ModelConfig, allowed: Mapping[str, Any], format: str) -> None:
     """Raises `ClockhandError` for the first field of `config` that is not as `format` takes for granted."""
     for name, value in allowed.items():
@@ -62,13 +67,18 @@ def refuse_others(config: ModelConfig, allowed: Mapping[str, Any], format: str) 
 
 @contextmanager
 def written_whole(path: Path) -> Iterator[Path]:
-    """A path beside `path` to write to. It takes the place of `path` when the block ends well, else it is removed."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """A path beside `path` to write to. It takes the place of `path` when the block ends well, else it is removed.
+
+    Raises `ClockhandError` for whatever the disk refuses.
+    """
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         yield beside
         with open(beside, "rb") as file:
             os.fsync(file.fileno())
         os.replace(beside, path)
+    except OSError as error:
+        raise ClockhandError(f"cannot write '{path}': {error.strerror}; what was there before is whole") from error
     finally:
         beside.unlink(missing_ok=True)

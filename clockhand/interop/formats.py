@@ -23,7 +23,7 @@ TORCH_DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat
 
 
 @dataclass(frozen=True)
-class Read:
+class Found:
     """A model out of a foreign file."""
 
     format: str
@@ -71,7 +71,7 @@ def recognize(path: Path) -> str:
     raise ClockhandError(f"{path} is no model that clockhand knows: Hugging Face folders, GGUF, llama2.c, MiniMind")
 
 
-def read(source: Path, tokenizer: Path | None = None) -> Read:
+def read(source: Path, tokenizer: Path | None = None) -> Found:
     """The model in `source` and its tokenizer: the one inside, or the one at `tokenizer` if that is given.
 
     `tokenizer` is a tokenizer.json, a folder with one, or a tokenizer.bin of llama2.c.
@@ -90,7 +90,7 @@ def read(source: Path, tokenizer: Path | None = None) -> Read:
         model = minimind.read(source)
     if tokenizer is not None:
         words = _tokenizer(tokenizer, model.config.vocab_size)
-    return Read(format, model, words)
+    return Found(format, model, words)
 
 
 def import_model(

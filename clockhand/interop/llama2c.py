@@ -25,7 +25,7 @@ from clockhand.config import ModelConfig
 from clockhand.data.tokenizer import Tokenizer
 from clockhand.errors import ClockhandError
 from clockhand.interop import sentencepiece
-from clockhand.interop.exchange import assemble, refuse_others, written_whole
+from clockhand.interop.exchange import assemble, refuse_countless, refuse_others, written_whole
 from clockhand.model.rope import half_to_interleaved, interleaved_to_half, rotation
 from clockhand.model.transformer import Transformer
 
@@ -66,6 +66,7 @@ def read(path: Path) -> Transformer:
         size, needed = path.stat().st_size, header.start + _weight_bytes(header)
         if size != needed:
             raise ClockhandError(f"{path} has {size} bytes, but its header asks for {needed}")
+        refuse_countless(header.config, path)
         places = _places(header)
         return assemble(header.config, lambda name: _read_weight(file, header, places[name], name), path)
 
@@ -117,11 +118,14 @@ def _read_header(file: BinaryIO, path: Path) -> Header:
     else:
         *sizes, tied, group_size = struct.unpack_from("<7i?i", start, 8)  # type: ignore[assignment]
     dim, hidden, layers, heads, kv_heads, vocab, length = sizes
-    config = ModelConfig(
-        vocab_size=abs(vocab) if version == 0 else vocab, d_model=dim, n_layers=layers, n_heads=heads,
-        n_kv_heads=kv_heads, d_ff=hidden, max_seq_len=length, tie_embeddings=tied, norm_eps=ALWAYS["norm_eps"],
-        rope_theta=ALWAYS["rope_theta"],
-    )  # fmt: skip
+    try:
+        config = ModelConfig(
+            vocab_size=abs(vocab) if version == 0 else vocab, d_model=dim, n_layers=layers, n_heads=heads,
+            n_kv_heads=kv_heads, d_ff=hidden, max_seq_len=length, tie_embeddings=tied, norm_eps=ALWAYS["norm_eps"],
+            rope_theta=ALWAYS["rope_theta"],
+        )  # fmt: skip
+    except ClockhandError as error:
+        raise ClockhandError(f"{path}: {error}") from None
     if kv_heads < 1:  # 0 would mean n_heads to us
         raise ClockhandError(f"{path}: n_kv_heads = {kv_heads} must be at least 1")
     # Every matrix has a side of d_model, so this divides them all; others do not occur.
@@ -272,6 +276,9 @@ def read_tokenizer(path: Path, vocab_size: int) -> Tokenizer:
 
     The program ends a text where the model writes <s> again, so that is the end token. Raises `ClockhandError`.
     """
+    size, longest = path.stat().st_size, 8 + 4 * sentencepiece.LONGEST_PIECE
+    if size > vocab_size * longest:
+        raise ClockhandError(f"{path} has {size} bytes, more than {vocab_size} pieces can take")
     content = path.read_bytes()
     pieces: list[str] = []
     scores: list[float] = []

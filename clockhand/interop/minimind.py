@@ -8,6 +8,7 @@ A .pth is a pickle inside a zip, and a pickle may run code: only plain tensors a
 """
 
 import dataclasses
+import warnings
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -74,7 +75,8 @@ def _load(path: Path) -> dict[str, Tensor]:
         whole = all(entry.compress_type == zipfile.ZIP_STORED for entry in entries)
         if not whole or sum(entry.file_size for entry in entries) > size:
             raise ClockhandError(f"{path} is compressed, or claims more than it holds; torch.save writes neither")
-        weights = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        with warnings.catch_warnings(action="ignore"):  # torch remarks on odd pickles; we refuse them in one line
+            weights = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except ClockhandError:
         raise
     except Exception as error:  # what a damaged or hostile pickle makes torch raise can be anything

@@ -17,14 +17,14 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from clockhand.data.tokenizer import Tokenizer
 from clockhand.errors import ClockhandError
-from clockhand.interop import formats, gguf, hf
+from clockhand.interop import formats, gguf, hf, names
 from clockhand.interop.exchange import written_whole
 from clockhand.model.cache import KVCache
 from clockhand.model.transformer import Transformer
@@ -89,11 +89,21 @@ class Program(Protocol):
     def greedy(self, ids: list[int], count: int) -> list[int]: ...
 
 
-def validate(model: str | Path, against: str | Path | None = None) -> list[Parity]:
+@dataclass(frozen=True)
+class Passport:
+    """What `validate` found, and what is written to parity.json."""
+
+    passed: bool
+    comparisons: list[Parity]
+    refused: dict[str, str]
+    """Programs that cannot run this model, and the field that stands in the way."""
+
+
+def validate(model: str | Path, against: str | Path | None = None) -> Passport:
     """Compares a model folder (or run folder) with other programs, and writes parity.json into the folder.
 
     `against` is transformers, llama.cpp, or the path of an exported file or folder; None is every program that is
-    installed. Raises `ClockhandError` when there is none, or when the model cannot be exported to it.
+    installed. Raises `ClockhandError` when there is none, or when none of them can run the model.
     """
     folder = hf.find_model_folder(model)
     programs = [against] if against is not None else [name for name, module in MODULES.items() if _installed(module)]
@@ -101,14 +111,21 @@ def validate(model: str | Path, against: str | Path | None = None) -> list[Parit
         raise ClockhandError("no other program is installed; install one with: pip install 'clockhand[peers]'")
     ours = hf.load_model(folder, dtype=torch.float32)
     tokenizer = Tokenizer.load(folder)
-    found = []
+    comparisons, refused = [], {}
     with tempfile.TemporaryDirectory() as scratch:
         for each in programs:
-            program = _program(each, folder, ours, tokenizer, Path(scratch))
-            found.append(compare(ours, tokenizer, program))
+            try:
+                program = _program(each, folder, ours, tokenizer, Path(scratch))
+            except ClockhandError as error:
+                refused[str(each)] = str(error)
+            else:
+                comparisons.append(compare(ours, tokenizer, program))
+    if not comparisons:
+        raise ClockhandError("; ".join(refused.values()))
+    passport = Passport(all(each.passed for each in comparisons), comparisons, refused)
     with written_whole(folder / "parity.json") as beside:
-        beside.write_text(json.dumps([dataclasses.asdict(each) for each in found], indent=2, ensure_ascii=False))
-    return found
+        beside.write_text(json.dumps(dataclasses.asdict(passport), indent=2, ensure_ascii=False) + "\n", "utf-8")
+    return passport
 
 
 def compare(ours: Transformer, tokenizer: Tokenizer, program: Program) -> Parity:
@@ -218,23 +235,26 @@ MODULES = {"transformers": "transformers", "llama.cpp": "llama_cpp"}
 
 def _program(against: str | Path, folder: Path, model: Transformer, tokenizer: Tokenizer, scratch: Path) -> Program:
     if against == "transformers":
-        return Transformers(folder)
+        obstacle = names.export_obstacle(model.config)
+        if obstacle:
+            raise ClockhandError(obstacle)
+        return InTransformers(folder)
     if against == "llama.cpp":
         file = scratch / "model.gguf"
         gguf.write(model, tokenizer, file)
-        return LlamaCpp(file, "llama.cpp")
+        return InLlamaCpp(file, "llama.cpp")
     path = Path(against)
     if not path.exists():
         raise ClockhandError(f"against = '{against}' must be {', '.join(MODULES)} or the path of an exported model")
     kind = formats.recognize(path)
     if kind == "hf":
-        return Transformers(path)
+        return InTransformers(path)
     if kind == "gguf":
-        return LlamaCpp(path, str(against))
-    return Reread(path)
+        return InLlamaCpp(path, str(against))
+    return ReadBack(path)
 
 
-class Transformers:
+class InTransformers:
     """A Hugging Face folder in transformers."""
 
     def __init__(self, folder: Path) -> None:
@@ -262,7 +282,7 @@ class Transformers:
         return chosen
 
 
-class LlamaCpp:
+class InLlamaCpp:
     """A GGUF file in llama.cpp."""
 
     def __init__(self, file: Path, name: str) -> None:
@@ -307,7 +327,7 @@ class LlamaCpp:
         return chosen
 
 
-class Reread:
+class ReadBack:
     """A file of a format that no installed program runs, read back by ourselves. It proves the writing, no more."""
 
     def __init__(self, path: Path) -> None:
@@ -341,8 +361,3 @@ def _version(package: str) -> str:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return "not installed"
-
-
-def as_dict(parity: Parity) -> dict[str, Any]:
-    """For --json."""
-    return dataclasses.asdict(parity)

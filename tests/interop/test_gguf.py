@@ -82,7 +82,7 @@ def llama_cpp():
 def test_llama_cpp_computes_the_same_logits_and_writes_the_same_64_ids(llama_cpp, words, tmp_path, name):
     ours = model(**MODELS[name])
     gguf.write(ours, words, tmp_path / "m.gguf")
-    found = parity.compare(ours, words, parity.LlamaCpp(tmp_path / "m.gguf", "llama.cpp"))
+    found = parity.compare(ours, words, parity.InLlamaCpp(tmp_path / "m.gguf", "llama.cpp"))
     assert found.passed, found.verdict
     assert found.first_differing_token is None
     assert found.largest_difference < 1e-4 * found.spread  # rounding is at 1e-5
@@ -94,7 +94,7 @@ def test_llama_cpp_computes_the_same_logits_and_writes_the_same_64_ids(llama_cpp
 def test_rounded_weights_stay_within_a_thousandth_of_a_nat(llama_cpp, words, tmp_path, name, dtype):
     ours = model(**{**MODELS[name], "init_std": 0.08})  # as flat as a trained model's scores; sharper is harder
     gguf.write(ours, words, tmp_path / "m.gguf", dtype)
-    found = parity.compare(ours, words, parity.LlamaCpp(tmp_path / "m.gguf", "llama.cpp"))
+    found = parity.compare(ours, words, parity.InLlamaCpp(tmp_path / "m.gguf", "llama.cpp"))
     assert found.passed, found.verdict
     assert found.kl < 1e-3
 
@@ -104,7 +104,7 @@ def test_a_trained_model_in_q8_0_stays_within_a_thousandth_of_a_nat(llama_cpp, s
     ours = llama2c.read(shared_data / "llama2c/aidreams260K.bin")
     words = llama2c.read_tokenizer(shared_data / "llama2c/aidreams_tok512.bin", 512)
     gguf.write(ours, words, tmp_path / "m.gguf", "q8_0")
-    assert parity.compare(ours, words, parity.LlamaCpp(tmp_path / "m.gguf", "llama.cpp")).kl < 1e-3
+    assert parity.compare(ours, words, parity.InLlamaCpp(tmp_path / "m.gguf", "llama.cpp")).kl < 1e-3
 
 
 WRONG = {
@@ -124,7 +124,7 @@ def test_control_llama_cpp_shows_a_wrong_rotation(llama_cpp, words, tmp_path, na
     exported = Transformer(dataclasses.replace(ours.config, **wrong))
     exported.load_state_dict(ours.state_dict())
     gguf.write(exported, words, tmp_path / "m.gguf")
-    assert not parity.compare(ours, words, parity.LlamaCpp(tmp_path / "m.gguf", "llama.cpp")).passed
+    assert not parity.compare(ours, words, parity.InLlamaCpp(tmp_path / "m.gguf", "llama.cpp")).passed
 
 
 @pytest.mark.peers
@@ -134,7 +134,7 @@ def test_control_llama_cpp_shows_a_wrong_order_of_rows(llama_cpp, words, tmp_pat
     monkeypatch.setattr(gguf, "_layout", lambda architecture: "interleaved" if qk_norm else "half")
     ours = model(qk_norm=qk_norm)
     gguf.write(ours, words, tmp_path / "m.gguf")
-    found = parity.compare(ours, words, parity.LlamaCpp(tmp_path / "m.gguf", "llama.cpp"))
+    found = parity.compare(ours, words, parity.InLlamaCpp(tmp_path / "m.gguf", "llama.cpp"))
     assert not found.passed
     assert found.largest_difference > 0.1 * found.spread  # a hundred times the allowance
 

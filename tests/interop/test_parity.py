@@ -46,22 +46,22 @@ def with_wrong_rows(ours: Transformer) -> Transformer:
 @pytest.mark.parametrize("changed", [{}, dict(qk_norm=True), dict(qk_norm=True, n_experts=4, n_experts_per_token=2)])
 def test_what_we_save_passes_in_transformers_and_the_passport_is_beside_it(words, tmp_path, changed):
     folder = hf.save_model(model(**changed), tmp_path / "m", words)
-    (found,) = parity.validate(folder, "transformers")
+    (found,) = parity.validate(folder, "transformers").comparisons
     assert found.passed, found.verdict
     assert found.token_ids_equal
     assert found.first_differing_token is None
     assert found.greedy_text == found.greedy_text_there
     assert found.largest_difference < 1e-4 * found.spread
-    (written,) = json.loads((folder / "parity.json").read_text())
-    assert written == dataclasses.asdict(found)
-    assert {"clockhand", "torch", "transformers"} <= written["versions"].keys()
+    written = json.loads((folder / "parity.json").read_text("utf-8"))
+    assert written == {"passed": True, "comparisons": [dataclasses.asdict(found)], "refused": {}}
+    assert {"clockhand", "torch", "transformers"} <= found.versions.keys()
 
 
 @pytest.mark.parametrize("init_std", [0.15, 0.02])
 def test_control_a_wrong_permutation_fails_loudly_even_in_an_untrained_model(words, tmp_path, init_std):
     folder = hf.save_model(model(init_std), tmp_path / "m", words)
     wrong = hf.save_model(with_wrong_rows(model(init_std)), tmp_path / "wrong", words)
-    (found,) = parity.validate(folder, wrong)
+    (found,) = parity.validate(folder, wrong).comparisons
     assert not found.passed
     assert "logits differ" in found.verdict
     assert found.largest_difference > 5 * parity.EXACT * found.spread
@@ -72,14 +72,14 @@ def test_control_a_weight_that_is_off_by_a_percent_fails(words, tmp_path):
     off = model()
     with torch.no_grad():
         off.blocks[1].mlp.down_proj.weight.mul_(1.01)
-    (found,) = parity.validate(folder, hf.save_model(off, tmp_path / "off", words))
+    (found,) = parity.validate(folder, hf.save_model(off, tmp_path / "off", words)).comparisons
     assert not found.passed
 
 
 def test_control_another_tokenizer_fails_though_the_logits_agree(words, tmp_path):
     folder = hf.save_model(model(), tmp_path / "m", words)
     others = hf.save_model(model(), tmp_path / "o", Tokenizer.train(["nothing like it"], "byte"))
-    (found,) = parity.validate(folder, others)
+    (found,) = parity.validate(folder, others).comparisons
     assert found.verdict == "different: a prompt has other token ids there"
 
 
@@ -105,7 +105,7 @@ def test_numbers_that_are_none_do_not_pass():
 def test_a_file_that_no_program_runs_is_read_back_by_ourselves(words, tmp_path):
     folder = hf.save_model(model(norm_eps=1e-5), tmp_path / "m", words)
     file = formats.export_model(folder, "llama2c", tmp_path / "m.bin").path
-    (found,) = parity.validate(folder, file)
+    (found,) = parity.validate(folder, file).comparisons
     assert found.passed, found.verdict
     assert found.token_ids_equal is None
 
@@ -114,6 +114,12 @@ def test_a_program_that_does_not_exist_is_refused(words, tmp_path):
     folder = hf.save_model(model(), tmp_path / "m", words)
     with pytest.raises(ClockhandError, match=r"against = 'ollama' must be transformers, llama.cpp or the path"):
         parity.validate(folder, "ollama")
+
+
+def test_a_model_that_no_other_program_can_run_is_refused_by_the_field(words, tmp_path):
+    folder = hf.save_model(model(norm="layer"), tmp_path / "m", words)
+    with pytest.raises(ClockhandError, match="norm = 'layer' has no counterpart"):
+        parity.validate(folder)
 
 
 def test_a_program_that_is_not_installed_is_named(words, tmp_path, monkeypatch):
@@ -132,9 +138,19 @@ def test_a_program_that_is_not_installed_is_named(words, tmp_path, monkeypatch):
 def test_without_a_choice_every_installed_program_is_asked(words, tmp_path):
     pytest.importorskip("llama_cpp")
     folder = hf.save_model(model(qk_norm=True), tmp_path / "m", words)
-    found = parity.validate(folder)
-    assert [each.against for each in found] == ["transformers", "llama.cpp"]
-    assert all(each.passed for each in found)
+    passport = parity.validate(folder)
+    assert [each.against for each in passport.comparisons] == ["transformers", "llama.cpp"]
+    assert passport.passed
+
+
+@pytest.mark.peers
+def test_a_program_that_cannot_run_the_model_is_said_and_the_others_are_asked(words, tmp_path):
+    pytest.importorskip("llama_cpp")
+    folder = hf.save_model(model(qk_norm=True, sliding_window=64), tmp_path / "m", words)
+    passport = parity.validate(folder)
+    assert [each.against for each in passport.comparisons] == ["transformers"]
+    assert passport.passed
+    assert passport.refused["llama.cpp"].startswith("sliding_window = 64")
 
 
 @pytest.mark.peers
@@ -143,10 +159,10 @@ def test_an_exported_file_passes_and_one_with_a_wrong_permutation_does_not(words
     pytest.importorskip("llama_cpp")
     folder = hf.save_model(model(0.08), tmp_path / "m", words)
     good = formats.export_model(folder, "gguf", tmp_path / "good.gguf", dtype).path
-    assert parity.validate(folder, good)[0].passed
+    assert parity.validate(folder, good).passed
     monkeypatch.setattr(gguf, "_layout", lambda architecture: "half")
     wrong = formats.export_model(folder, "gguf", tmp_path / "wrong.gguf", dtype).path
-    assert not parity.validate(folder, wrong)[0].passed
+    assert not parity.validate(folder, wrong).passed
 
 
 @pytest.mark.peers
@@ -154,6 +170,6 @@ def test_the_sample_of_llama2c_goes_through_all_formats_with_parity(shared_data:
     pytest.importorskip("llama_cpp")
     sample = shared_data / "llama2c"
     formats.import_model(sample / "aidreams260K.bin", tmp_path / "aid", sample / "aidreams_tok512.bin")
-    for found in parity.validate(tmp_path / "aid"):
+    for found in parity.validate(tmp_path / "aid").comparisons:
         assert found.passed, found.verdict
         assert found.first_differing_token is None
