@@ -7,6 +7,7 @@ Whatever needs torch is imported inside the verb that needs it, so `clockhand --
 """
 
 import contextlib
+import dataclasses
 import functools
 import inspect as python_inspect
 import json
@@ -380,6 +381,130 @@ def evaluate(
         )
 
 
+# ── elsewhere ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@app.command("import")
+def import_(
+    source: Annotated[
+        Path, typer.Argument(metavar="SOURCE", help="A Hugging Face folder, GGUF, llama2.c .bin or MiniMind .pth.")
+    ],
+    out: Annotated[Path, typer.Option(help="The model folder to make.")],
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="tokenizer.json, a folder with one, or llama2.c's tokenizer.bin.")
+    ] = None,
+    inference_rope_scaling: Annotated[
+        bool, typer.Option("--inference-rope-scaling", help="MiniMind's switch: YaRN, 16 × 2,048.")
+    ] = False,
+) -> None:
+    """Make a model folder of a model from elsewhere; the format is told by its content."""
+    from clockhand.interop.formats import import_model
+
+    made = import_model(source, out, tokenizer, inference_rope_scaling)
+    for note in made.notes:
+        say(f"note: {note}")
+    print(f"{made.folder}: {made.parameters:,} parameters from {made.format}")
+
+
+@app.command("export")
+def export(
+    model: Model,
+    out: Annotated[Path, typer.Option(help="A folder for hf, a file for the others.")],
+    format: Annotated[str, typer.Option(help="hf | gguf | llama2c")] = "gguf",
+    dtype: Annotated[
+        str | None, typer.Option(help="f32 | f16 | bf16 | q8_0, where the format has it.", show_default="the model's")
+    ] = None,
+) -> None:
+    """Write a model for another program. What a format cannot hold is refused by name."""
+    from clockhand.interop.formats import export_model
+
+    made = export_model(model, format, out, dtype)
+    for note in made.notes:
+        say(f"note: {note}")
+    print(f"{made.path}: {made.format}")
+
+
+@app.command()
+def validate(
+    model: Model,
+    against: Annotated[
+        str | None,
+        typer.Option(
+            help="transformers | llama.cpp | an exported file or folder.", show_default="all that are installed"
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """The parity passport: the same logits, text and token ids in another program, or a loud no. Writes parity.json."""
+    from clockhand.interop.parity import validate as compare
+
+    passport = compare(model, against)
+    if as_json:
+        print_json(dataclasses.asdict(passport))
+    else:
+        for each in passport.comparisons:
+            print(f"{'pass' if each.passed else 'FAIL'}  {each.against}: {each.verdict}")
+            difference = f"largest difference {each.largest_difference:.2e} of logits that spread {each.spread:.3g}"
+            print(f"      {difference}, KL {each.kl:.2e} nats a token")
+        for program, reason in passport.refused.items():
+            print(f"none  {program}: {reason}")
+    if not passport.passed:
+        raise typer.Exit(1)
+
+
+# ── learn ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@app.command()
+def lab(
+    claims: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[CLAIM]...", help="A10 B06: these in full. 'ablate FIELD=A,B': compare values of a field."
+        ),
+    ] = None,
+    everything: Annotated[bool, typer.Option("--all", help="The claims that need training too.")] = False,
+    lang: Annotated[str, typer.Option(help="en | zh")] = "en",
+    html: Annotated[Path | None, typer.Option(help="Write the report, one page, to this file.")] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Measure again what was measured before.")] = False,
+    model: Annotated[Path | None, typer.Option(help="B20, B21: ask this of a model folder of yours.")] = None,
+    text: Annotated[Path | None, typer.Option(help="With --model: the text it reads.")] = None,
+    budget: Annotated[str | None, typer.Option(help="ablate: the time to spend.", show_default="5m")] = None,
+    equal: Annotated[
+        str | None, typer.Option(help="ablate: parameters | flops held equal.", show_default="parameters")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """The chapters' claims, run: every formula and number of theirs holds, or fails, on this machine."""
+    names = claims or []
+    if names[:1] == ["ablate"]:
+        from clockhand.lab.ablate import run_ablation
+
+        if len(names) != 2:
+            raise ClockhandError("ablate takes one FIELD=VALUE,VALUE: clockhand lab ablate mlp=swiglu,relu,gelu")
+        found = run_ablation(names[1], equal or "parameters", budget or "5m", lang, as_json_text=as_json)
+        if as_json:
+            print_json(found)
+        return
+    for flag, value in (("--budget", budget), ("--equal", equal)):
+        if value is not None:
+            raise ClockhandError(f"{flag} {value} has no effect without 'ablate'")
+    if model is not None:
+        from clockhand.lab.show import look_inside
+
+        if len(names) != 1 or text is None:
+            raise ClockhandError(
+                "--model needs one claim and --text FILE: clockhand lab B20 --model FOLDER --text FILE"
+            )
+        look_inside(names[0], model, text.read_text(encoding="utf-8"))
+        return
+    if text is not None:
+        raise ClockhandError(f"--text {text} has no effect without --model")
+    from clockhand.lab.show import run_claims
+
+    raise typer.Exit(run_claims(names, everything, lang, as_json, html, fresh))
+
+
 # ── helpers ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -495,10 +620,8 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     arguments = sys.argv[1:] if arguments is None else arguments
     debug = "--debug" in arguments
     try:
-        typer.main.get_command(app)(
-            [argument for argument in arguments if argument != "--debug"], standalone_mode=False
-        )
-        sys.exit(0)
+        words = [argument for argument in arguments if argument != "--debug"]
+        sys.exit(typer.main.get_command(app)(words, standalone_mode=False) or 0)
     except Exception as error:
         if debug:
             traceback.print_exc()
