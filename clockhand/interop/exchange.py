@@ -61,7 +61,7 @@ def refuse_others(config: ModelConfig, allowed: Mapping[str, Any], format: str) 
         if getattr(config, name) not in values:
             known = " or ".join(str(each) for each in values)
             raise ClockhandError(
-                f"{name} = {getattr(config, name)} cannot be exported: {format} has no place for it and means {known}"
+                f"{name} = {getattr(config, name)} does not fit into {format}, which has no place for it and means {known}"
             )
 
 

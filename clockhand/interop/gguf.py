@@ -47,18 +47,6 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 INTERLEAVED = ("llama",)
 """The architectures whose RoPE pairs neighbours."""
 
-# Where our fields stand, after the architecture's name and a dot.
-_KEYS = {
-    "max_seq_len": "context_length",
-    "d_model": "embedding_length",
-    "n_layers": "block_count",
-    "n_heads": "attention.head_count",
-    "n_kv_heads": "attention.head_count_kv",
-    "norm_eps": "attention.layer_norm_rms_epsilon",
-}
-_HEAD_DIM = ("attention.key_length", "attention.value_length", "rope.dimension_count")
-_ORIGINAL = "rope.scaling.original_context_length"
-
 
 # ---- writing ----
 
@@ -125,25 +113,23 @@ def _architecture(config: ModelConfig) -> str:
 
 
 def _config_keys(config: ModelConfig, architecture: str) -> dict[str, Any]:
-    keys: dict[str, Any] = {theirs: getattr(config, ours) for ours, theirs in _KEYS.items()}
-    keys |= dict.fromkeys(_HEAD_DIM, config.head_dim)
-    keys["vocab_size"] = config.vocab_size
-    keys["feed_forward_length"] = config.d_ff
+    keys: dict[str, Any] = {theirs: getattr(config, ours) for ours, theirs in names.GGUF_KEYS.items()}
+    keys |= dict.fromkeys(names.GGUF_HEAD_DIM, config.head_dim)
     if config.is_moe:
-        keys["expert_feed_forward_length"] = config.d_ff
-        keys["expert_count"] = config.n_experts
-        keys["expert_used_count"] = config.n_experts_per_token
-    keys["rope.freq_base"] = config.rope_theta
+        keys |= {theirs: getattr(config, ours) for ours, theirs in names.GGUF_MOE_KEYS.items()}
     if config.rope_scaling == "ntk":  # is a larger base, and nothing else
-        keys["rope.freq_base"] *= config.rope_factor ** (config.head_dim / (config.head_dim - 2))
-    if config.rope_scaling in ("linear", "yarn"):
-        keys["rope.scaling.type"] = config.rope_scaling
-        keys["rope.scaling.factor"] = config.rope_factor
-    if config.rope_scaling in ("yarn", "llama3"):
-        keys[_ORIGINAL] = config.rope_original_max_seq_len
+        stretch = config.rope_factor ** (config.head_dim / (config.head_dim - 2))
+        keys[names.GGUF_KEYS["rope_theta"]] = config.rope_theta * stretch
+    said = {
+        "linear": ("rope_scaling", "rope_factor"),
+        "yarn": ("rope_scaling", "rope_factor", "rope_original_max_seq_len"),
+        "llama3": ("rope_original_max_seq_len",),  # the rest is a tensor
+    }.get(config.rope_scaling, ())
+    keys |= {names.GGUF_ROPE_KEYS[ours]: getattr(config, ours) for ours in said}
     if config.rope_attention_factor is not None:
         # llama.cpp multiplies this onto YaRN's own factor.
-        keys["rope.scaling.attn_factor"] = config.rope_attention_factor / _yarn_factor(config.rope_factor)
+        more = config.rope_attention_factor / _yarn_factor(config.rope_factor)
+        keys[names.GGUF_ROPE_KEYS["rope_attention_factor"]] = more
     return {f"{architecture}.{name}": value for name, value in keys.items()}
 
 
@@ -176,10 +162,11 @@ def _outgoing(model: Transformer, architecture: str, dtype: str) -> Iterator[_Ou
             experts.setdefault(theirs, []).append(parameter)
             if len(experts[theirs]) == config.n_experts:
                 shape = (config.n_experts, *parameter.shape)
-                yield _Outgoing(theirs, shape, _stored_as(theirs, shape, dtype), _stack(experts.pop(theirs)))
+                yield _Outgoing(theirs, shape, _stored_as(name, shape, dtype), _stack(experts.pop(theirs)))
             continue
         weight = _move(name, parameter, config, config.rope_layout, _layout(architecture))
-        yield _Outgoing(theirs, tuple(parameter.shape), _stored_as(theirs, tuple(parameter.shape), dtype), weight)
+        shape = tuple(parameter.shape)
+        yield _Outgoing(theirs, shape, _stored_as(name, shape, dtype), weight)
 
 
 def _stack(parameters: list[Tensor]) -> Callable[[], Tensor]:
@@ -187,7 +174,7 @@ def _stack(parameters: list[Tensor]) -> Callable[[], Tensor]:
 
 
 def _stored_as(name: str, shape: tuple[int, ...], dtype: str) -> str:
-    exact = len(shape) == 1 or "ffn_gate_inp" in name or (dtype == "q8_0" and shape[-1] % 32)
+    exact = len(shape) == 1 or ".router." in name or (dtype == "q8_0" and shape[-1] % 32)
     return "f32" if exact else dtype
 
 
@@ -260,6 +247,9 @@ class _Keys:
                 raise ClockhandError(f"{self._source}: {name} = {value!r} is nothing that clockhand can honour")
 
 
+_WHEN_ABSENT = {"rope_theta": 1e4, "d_ff": 0}  # a file with experts may leave out the width of dense layers
+
+
 def _config(file: GGUFFile) -> ModelConfig:
     architecture = file.keys.get("general.architecture")
     if architecture not in ARCHITECTURES:
@@ -269,23 +259,21 @@ def _config(file: GGUFFile) -> ModelConfig:
     if embedding is None or len(embedding.shape) != 2:
         raise ClockhandError(f"{file.path} has no token embedding of two dimensions")
 
-    values: dict[str, Any] = {name: keys.get(theirs, int) for name, theirs in _KEYS.items() if name != "norm_eps"}
-    values["norm_eps"] = keys.get(_KEYS["norm_eps"], float)
+    values: dict[str, Any] = {}
+    for name, theirs in names.GGUF_KEYS.items():
+        values[name] = keys.get(theirs, float if name in ("norm_eps", "rope_theta") else int, _WHEN_ABSENT.get(name))
     if values["n_heads"] < 1 or values["n_kv_heads"] < 1:  # where 0 would mean "as many as" to us
         raise ClockhandError(f"{file.path}: {values['n_heads']} heads and {values['n_kv_heads']} KV heads cannot be")
     width = values["d_model"] // values["n_heads"]
-    head_dim = {keys.get(name, int, width) for name in _HEAD_DIM}
+    head_dim = {keys.get(name, int, width) for name in names.GGUF_HEAD_DIM}
     if len(head_dim) > 1:
-        raise ClockhandError(f"{file.path}: {', '.join(_HEAD_DIM)} differ, but clockhand has one head_dim")
+        raise ClockhandError(f"{file.path}: {', '.join(names.GGUF_HEAD_DIM)} differ, but clockhand has one head_dim")
     values["head_dim"] = head_dim.pop()
     values["vocab_size"] = embedding.shape[0]
     values["tie_embeddings"] = names.gguf_tensor("lm_head.weight")[0] not in file.tensors
-    values["d_ff"] = keys.get("feed_forward_length", int, 0)
     values["qk_norm"] = ARCHITECTURES[architecture]["qk_norm"]
     if architecture == "qwen3moe":
-        values["d_ff"] = keys.get("expert_feed_forward_length", int)
-        values["n_experts"] = keys.get("expert_count", int)
-        values["n_experts_per_token"] = keys.get("expert_used_count", int)
+        values |= {name: keys.get(theirs, int) for name, theirs in names.GGUF_MOE_KEYS.items()}
     values["attention_bias"] = _attention_bias(file)
     values["mlp_bias"] = names.gguf_tensor("blocks.0.mlp.up_proj.bias")[0] in file.tensors
     values |= _rope(file, keys, values)
@@ -304,22 +292,22 @@ def _attention_bias(file: GGUFFile) -> str:
 
 
 def _rope(file: GGUFFile, keys: _Keys, sizes: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of RoPE."""
-    values: dict[str, Any] = {"rope_theta": keys.get("rope.freq_base", float, 1e4)}
-    kind = keys.get("rope.scaling.type", str, "none")
-    factor = keys.get("rope.scaling.factor", float, 1.0)
-    original = keys.get(_ORIGINAL, int, 0)
+    """The fields that scale RoPE."""
+    words = names.GGUF_ROPE_KEYS
+    kind = keys.get(words["rope_scaling"], str, "none")
+    factor = keys.get(words["rope_factor"], float, 1.0)
+    original = keys.get(words["rope_original_max_seq_len"], int, 0)
     if names.GGUF_ROPE_DIVISORS in file.tensors:
-        return {**values, **_llama3(file, values["rope_theta"], sizes["head_dim"], original or 8192)}
+        return _llama3(file, sizes["rope_theta"], sizes["head_dim"], original or 8192)
     if kind == "none" or (kind == "linear" and factor == 1):
-        return values
+        return {}
     if kind not in ("linear", "yarn"):
         raise ClockhandError(f"{file.path}: rope scaling {kind!r} must be none, linear or yarn")
-    values |= {"rope_scaling": kind, "rope_factor": factor}
+    values: dict[str, Any] = {"rope_scaling": kind, "rope_factor": factor}
     if kind == "yarn":
         values["rope_original_max_seq_len"] = original or sizes["max_seq_len"]
-        if "rope.scaling.attn_factor" in keys and factor > 0:
-            more = keys.get("rope.scaling.attn_factor", float)
+        if words["rope_attention_factor"] in keys and factor > 0:
+            more = keys.get(words["rope_attention_factor"], float)
             values["rope_attention_factor"] = float(f"{more * _yarn_factor(factor):.6g}")  # undoes fp32's rounding
     return values
 

@@ -520,8 +520,34 @@ def gguf_tensor(name: str) -> tuple[str, int | None]:
     return (name if expert is None else name.replace(".weight", "_exps.weight")), expert
 
 
-# ---- GGUF: keys ----
+# ---- GGUF: keys, after the architecture's name and a dot ----
 
+GGUF_KEYS = {
+    "max_seq_len": "context_length",
+    "d_model": "embedding_length",
+    "n_layers": "block_count",
+    "n_heads": "attention.head_count",
+    "n_kv_heads": "attention.head_count_kv",
+    "d_ff": "feed_forward_length",
+    "norm_eps": "attention.layer_norm_rms_epsilon",
+    "rope_theta": "rope.freq_base",
+}
+"""In every file."""
+GGUF_MOE_KEYS = {
+    "d_ff": "expert_feed_forward_length",
+    "n_experts": "expert_count",
+    "n_experts_per_token": "expert_used_count",
+}
+"""In a file with experts, beside GGUF_KEYS."""
+GGUF_HEAD_DIM = ("attention.key_length", "attention.value_length", "rope.dimension_count")
+"""Three names for one number."""
+GGUF_ROPE_KEYS = {
+    "rope_scaling": "rope.scaling.type",
+    "rope_factor": "rope.scaling.factor",
+    "rope_original_max_seq_len": "rope.scaling.original_context_length",
+    "rope_attention_factor": "rope.scaling.attn_factor",
+}
+"""Where RoPE is scaled."""
 GGUF_SAME_AS: dict[str, tuple[Any, ...]] = {
     "attention.causal": (True,),
     "attention.sliding_window": (0,),
