@@ -60,9 +60,8 @@ def refuse_others(config: ModelConfig, allowed: Mapping[str, Any], format: str) 
         values = value if isinstance(value, tuple) else (value,)
         if getattr(config, name) not in values:
             known = " or ".join(str(each) for each in values)
-            raise ClockhandError(
-                f"{name} = {getattr(config, name)} does not fit into {format}, which has no place for it and means {known}"
-            )
+            value = f"{name} = {getattr(config, name)}"
+            raise ClockhandError(f"{value} does not fit into {format}, which has no place for it and means {known}")
 
 
 @contextmanager

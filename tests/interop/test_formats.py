@@ -137,7 +137,10 @@ def test_the_name_of_a_file_does_not_matter(tmp_path):
         (dict(format="gguf", dtype="q4_0"), "unknown dtype 'q4_0'"),
         (dict(format="hf", dtype="q8_0"), "unknown dtype 'q8_0'"),
         (dict(format="llama2c", dtype="q4_0"), "unknown dtype 'q4_0'"),
-        (dict(format="llama2c"), "norm_eps = 1e-06 does not fit into llama2.c, which has no place for it and means 1e-05"),
+        (
+            dict(format="llama2c"),
+            "norm_eps = 1e-06 does not fit into llama2.c, which has no place for it and means 1e-05",
+        ),
     ],
 )
 def test_an_export_that_cannot_be_is_refused_and_writes_nothing(tmp_path, given, message):
