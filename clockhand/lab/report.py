@@ -123,7 +123,7 @@ def _made(outcomes: Outcomes) -> str:
     minutes = sum(outcome.seconds for outcome in outcomes.values()) / 60
     machines = ", ".join(sorted({outcome.machine for outcome in outcomes.values()}))
     failed = sum(outcome.control_failed for outcome in outcomes.values())
-    shortened = "" if all(outcome.scale == 1 for outcome in outcomes.values()) else "!"
+    shortened = any(outcome.scale < 1 for outcome in outcomes.values())
     text = Text(
         f"{len(outcomes)} of {len(all_claims())} claims measured in {minutes:.1f} minutes on {machines}. Every claim has a control "
         f"that must fail: {failed} did."
