@@ -351,10 +351,12 @@ def lengths(outcomes: Outcomes) -> "Figure | None":
     axes.set_xscale("log", base=2)
     axes.set_yscale("log", base=2)
     axes.set_xticks(data["lengths"], [str(length) for length in data["lengths"]])
-    ticks = [2**n for n in range(1, 8)]
+    low_end, high_end = axes.get_ylim()
+    ticks = [tick for tick in (2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128) if low_end <= tick <= high_end]
     axes.set_yticks(ticks, [str(tick) for tick in ticks])
+    axes.minorticks_off()
     axes.axvline(data["trained"], color=INK, linestyle=":", linewidth=0.8)
-    axes.annotate(say("trained length", "训练长度"), (data["trained"] * 1.05, axes.get_ylim()[1] * 0.85), fontsize=8)
+    axes.annotate(say("trained length", "训练长度"), (data["trained"] * 1.05, high_end * 0.9), fontsize=8)
     axes.set_xlabel(say("context in characters", "上下文（字符数）"))
     axes.set_ylabel(say("perplexity", "困惑度"))
     axes.legend()
