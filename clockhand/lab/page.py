@@ -46,17 +46,17 @@ article { background: var(--card); border-left: 3px solid var(--hue); border-rad
 article header { display: flex; flex-wrap: wrap; gap: .3rem .7rem; align-items: baseline; }
 .id { font-weight: 700; font-size: .95rem; } .badge { color: var(--hue); font-size: .82rem; font-weight: 600; }
 article p { margin: .5rem 0; } .sentence { font-style: italic; } html[data-lang=zh] .sentence { font-style: normal; font-weight: 600; }
-.formula { font: .86rem/1.5 ui-monospace, Menlo, Consolas, "Noto Sans CJK SC", monospace; overflow-wrap: anywhere; color: var(--soft); }
+.formula { font: .86rem/1.5 ui-monospace, Menlo, Consolas, "Noto Sans CJK SC", monospace; overflow-wrap: anywhere; white-space: pre-wrap; color: var(--soft); }
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; font-size: .82rem; line-height: 1.4; width: 100%; font-variant-numeric: tabular-nums; }
 th { text-align: left; font-weight: 500; color: var(--soft); } th, td { padding: .25rem .6rem .25rem 0; vertical-align: top;
   border-bottom: 1px solid var(--faint); overflow-wrap: anywhere; }
-td.value { font-weight: 600; } td.value small { display: block; font-weight: 400; color: var(--soft); } td.key, .n { white-space: nowrap; } td.badge { overflow-wrap: normal; } td.odd { color: var(--c2); }
+td.value { font-weight: 600; } td.value small { display: block; font-weight: 400; color: var(--soft); } td.key, .n { white-space: nowrap; } td.badge, th { overflow-wrap: normal; } td.odd { color: var(--c2); }
 article details { margin-top: .5rem; font-size: .86rem; } article summary { cursor: pointer; color: var(--soft);
   font: .82rem system-ui, sans-serif; }
 .counts { display: flex; flex-wrap: wrap; gap: .4rem 1.2rem; padding: 0; list-style: none; font-weight: 600; }
 .holds { --hue: var(--c3); } .condition { --hue: var(--c1); } .refuted { --hue: var(--c2); } .explained { --hue: var(--c4); }
-.undecided { --hue: var(--c5); } .unrun { --hue: var(--faint); }
+.undecided { --hue: var(--c5); } .unrun { --hue: var(--soft); }
 .clock { margin: 1.6rem 0; } .faces { display: grid; grid-template-columns: repeat(8, 1fr); gap: .35rem; }
 .faces svg { width: 100%; display: block; } .face { stroke: var(--faint); fill: none; stroke-width: 2; }
 .query { stroke: var(--c1); stroke-width: 5; stroke-linecap: round; } .key { stroke: var(--c2); stroke-width: 5; stroke-linecap: round; }

@@ -225,8 +225,10 @@ def _numbers(claim: Claim, outcome: Outcome) -> str:
     rows = []
     for expect in claim.expects:
         measured = outcome.values[expect.key]
-        wanted = Text(expect.wanted("en"), expect.wanted("zh"))
-        row = f'<td>{both(expect.name)}</td><td class="value">{value(measured)}</td><td>{both(wanted)}</td>'
+        wanted = both(Text(expect.wanted("en"), expect.wanted("zh")))
+        if not isinstance(expect.truth, str):
+            wanted = f'<span class="n">{wanted}</span>'
+        row = f'<td>{both(expect.name)}</td><td class="value">{value(measured)}</td><td>{wanted}</td>'
         if differs:
             kind = "" if expect.as_chapter_says(measured) else "odd"
             row += f'<td class="{kind}">{"" if expect.chapter is None else value(expect.chapter)}</td>'
