@@ -62,7 +62,7 @@ def ablate(
 ) -> list[Variant]:
     """Trains every value of `setting` ("mlp=swiglu,relu") and compares each with the first.
 
-    The first run is timed, and as many steps and repetitions (at least 2, at most 5) are made as fit in `seconds`;
+    The first run is timed, and as many steps and repetitions (at least 3, at most 5) are made as fit in `seconds`;
     `repetitions` fixes their number instead. Raises `ClockhandError` for a field or value that cannot be, and where no
     width makes the budgets equal.
     """
