@@ -18,7 +18,6 @@ import dataclasses
 import hashlib
 import json
 import os
-import shutil
 from array import array
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -31,6 +30,7 @@ import numpy as np
 from clockhand.config import require
 from clockhand.data.corpora import Report, read_documents, sources_fingerprint
 from clockhand.data.tokenizer import Tokenizer
+from clockhand.disk import new_folder
 from clockhand.errors import ClockhandError, unknown_name
 
 FORMAT, VERSION = "clockhand corpus", 1
@@ -82,15 +82,8 @@ def prepare(settings: CorpusSettings, out: str | Path, progress: Progress | None
     if out.exists() and not empty and not is_corpus(out):
         raise ClockhandError(f"'{out}' exists and is no corpus: give another folder")
     progress = progress or (lambda phase, done, total: None)
-    building = out.with_name(f".{out.name}.{os.getpid()}")
-    try:
-        building.mkdir(parents=True)
+    with new_folder(out) as building:
         _build(settings, building, progress)
-        _move_into_place(building, out)
-    except OSError as error:
-        raise ClockhandError(f"cannot write '{out}': {error.strerror}; nothing was changed there") from None
-    finally:
-        shutil.rmtree(building, ignore_errors=True)
     return Corpus.open(out)
 
 
@@ -420,12 +413,3 @@ def is_corpus(folder: str | Path) -> bool:
     """Whether it was once written as a corpus, whole or not."""
     file = Path(folder) / "index.json"
     return file.is_file() and FORMAT.encode() in file.read_bytes()
-
-
-def _move_into_place(building: Path, out: Path) -> None:
-    """A folder cannot replace another in one step: the old corpus steps aside, and goes when the new one is there."""
-    aside = building.with_name(f"{building.name}.old")
-    if out.exists():
-        os.rename(out, aside)
-    os.rename(building, out)
-    shutil.rmtree(aside, ignore_errors=True)

@@ -20,7 +20,6 @@ Tokenizers of other projects load as well. How a conversation becomes text is in
 import codecs
 import hashlib
 import json
-import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -30,6 +29,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from clockhand.data.chat import CHATML
+from clockhand.disk import write_text
 from clockhand.errors import ClockhandError, unknown_name
 
 if TYPE_CHECKING:
@@ -125,8 +125,8 @@ class Tokenizer:
         """Writes tokenizer.json and tokenizer_config.json, each beside its place first and then moved into it."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        _write_beside(folder / "tokenizer.json", self._backend.to_str(pretty=True))
-        _write_beside(folder / "tokenizer_config.json", json.dumps(self.config, indent=2, ensure_ascii=False))
+        write_text(folder / "tokenizer.json", self._backend.to_str(pretty=True))
+        write_text(folder / "tokenizer_config.json", json.dumps(self.config, indent=2, ensure_ascii=False))
 
     def encode(self, text: str, bos: bool = False, eos: bool = False) -> list[int]:
         """The ids of `text`, never a special one. `bos` and `eos` add that token where the tokenizer has one."""
@@ -405,15 +405,3 @@ def _refuse_surrogates(text: str) -> str:
         code = ord(text[error.start])
         raise ClockhandError(f"character {error.start} of the text is U+{code:04X}, half a character") from None
     return text
-
-
-def _write_beside(path: Path, text: str) -> None:
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with open(beside, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(beside, path)
-    finally:
-        beside.unlink(missing_ok=True)

@@ -4,10 +4,7 @@ Each format's own file knows where its numbers lie; this one knows what must hol
 random, nothing is dropped in silence, and a file is either the old one or the new one.
 """
 
-import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -62,22 +59,3 @@ def refuse_others(config: ModelConfig, allowed: Mapping[str, Any], format: str) 
             known = " or ".join(str(each) for each in values)
             value = f"{name} = {getattr(config, name)}"
             raise ClockhandError(f"{value} does not fit into {format}, which has no place for it and means {known}")
-
-
-@contextmanager
-def written_whole(path: Path) -> Iterator[Path]:
-    """A path beside `path` to write to. It takes the place of `path` when the block ends well, else it is removed.
-
-    Raises `ClockhandError` for whatever the disk refuses.
-    """
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        yield beside
-        with open(beside, "rb") as file:
-            os.fsync(file.fileno())
-        os.replace(beside, path)
-    except OSError as error:
-        raise ClockhandError(f"cannot write '{path}': {error.strerror}; what was there before is whole") from error
-    finally:
-        beside.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""The folders of models and runs: finding them, reading their JSON with care, replacing them whole.
+"""The folders of models and runs: finding them, reading their JSON with care, and what may be replaced.
 
 A model folder holds a config.json and weights: model.safetensors, or several files named in
 model.safetensors.index.json. A run folder holds models, of which `find_model_folder` picks the one meant.
@@ -7,10 +7,6 @@ Nothing here imports torch or knows what a config says; see `hf.py`.
 """
 
 import json
-import os
-import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -121,39 +117,8 @@ def read_json(file: Path) -> dict[str, Any]:
     return content
 
 
-@contextmanager
-def replacing(folder: Path) -> Iterator[Path]:
-    """A fresh folder to write a model into, which takes the place of `folder` at the end; on an error nothing changes.
-
-    An empty folder or an older model may be in that place. A folder that holds anything else is refused, because it
-    would be lost. Raises `ClockhandError` when the disk refuses.
-    """
-    from safetensors import SafetensorError
-
-    folder = folder.resolve()
-    _refuse_foreign(folder)
-    unfinished = folder.with_name(f".{folder.name}.unfinished-{os.getpid()}")
-    replaced = folder.with_name(f".{folder.name}.replaced-{os.getpid()}")
-    try:
-        unfinished.mkdir(parents=True)
-        yield unfinished
-        for path in (*unfinished.iterdir(), unfinished):
-            _to_disk(path)
-        if folder.exists():
-            folder.rename(replaced)
-        unfinished.rename(folder)
-        _to_disk(folder.parent)
-    except (OSError, SafetensorError) as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
-        raise ClockhandError(f"cannot write '{folder}': {reason}; what was there before is whole") from error
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        if replaced.exists() and not folder.exists():
-            replaced.rename(folder)
-        shutil.rmtree(replaced, ignore_errors=True)
-
-
-def _refuse_foreign(folder: Path) -> None:
+def refuse_foreign(folder: Path) -> None:
+    """Raises `ClockhandError` where a model must not be written: over anything that is no older model."""
     if folder.exists() and not folder.is_dir():
         raise ClockhandError(f"'{folder}' is a file; a model is written as a folder")
     held = sorted(entry.name for entry in folder.iterdir()) if folder.exists() else []
@@ -162,12 +127,3 @@ def _refuse_foreign(folder: Path) -> None:
         raise ClockhandError(f"'{folder}' holds {foreign[0]}, which is no part of a model; give a new folder")
     if held and not is_model_folder(folder):
         raise ClockhandError(f"'{folder}' exists and is not a model folder; it holds {', '.join(held)}")
-
-
-def _to_disk(path: Path) -> None:
-    """Returns when the file, or the list of names in the folder, would survive a power cut."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -22,9 +22,10 @@ from torch import Tensor
 
 from clockhand.config import ModelConfig
 from clockhand.data.tokenizer import Tokenizer
+from clockhand.disk import new_file
 from clockhand.errors import ClockhandError, unknown_name
 from clockhand.interop import gguf_tokenizer, names
-from clockhand.interop.exchange import assemble, refuse_others, written_whole
+from clockhand.interop.exchange import assemble, refuse_others
 from clockhand.interop.gguf_file import GGUFFile
 from clockhand.model.rope import frequencies, half_to_interleaved, interleaved_to_half
 from clockhand.model.transformer import Transformer
@@ -68,7 +69,7 @@ def write(
     tokenizer_keys, notes = gguf_tokenizer.to_keys(tokenizer, config.vocab_size)
     keys = {"general.name": name, **_config_keys(config, architecture), **tokenizer_keys}
     package = _package()
-    with written_whole(path) as beside:
+    with new_file(path) as beside:
         writer = package.GGUFWriter(beside, architecture)
         writer.add_file_type(package.LlamaFileType[{"f32": "ALL_F32"}.get(dtype, f"MOSTLY_{dtype.upper()}")])
         writer.add_quantization_version(package.GGML_QUANT_VERSION)

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from clockhand.config import ModelConfig
+from clockhand.disk import new_folder
 from clockhand.errors import ClockhandError
 from clockhand.interop import folders, names
 from clockhand.interop.folders import find_model_folder
@@ -233,7 +234,8 @@ def save_model(
     if any(kind not in DTYPES.values() for kind in kinds):
         raise ClockhandError(f"dtype {' and '.join(kinds)} must be one of {', '.join(DTYPES.values())}")
     kind = kinds[0] if len(kinds) == 1 else "float32"
-    with folders.replacing(folder) as unfinished:
+    folders.refuse_foreign(folder)
+    with new_folder(folder) as unfinished:
         said: dict[str, Any] = {}
         if tokenizer_files_from is not None:
             _copy_tokenizer(Path(tokenizer_files_from), unfinished)

@@ -23,9 +23,10 @@ from torch import Tensor
 
 from clockhand.config import ModelConfig
 from clockhand.data.tokenizer import Tokenizer
+from clockhand.disk import new_file
 from clockhand.errors import ClockhandError
 from clockhand.interop import sentencepiece
-from clockhand.interop.exchange import assemble, refuse_countless, refuse_others, written_whole
+from clockhand.interop.exchange import assemble, refuse_countless, refuse_others
 from clockhand.model.rope import half_to_interleaved, interleaved_to_half, rotation
 from clockhand.model.transformer import Transformer
 
@@ -80,7 +81,7 @@ def write(model: Transformer, tokenizer: Tokenizer | None, path: Path, version: 
     refuse_others(config, {**ALWAYS, "head_dim": config.d_model // config.n_heads}, FORMAT)
     pieces = sentencepiece.from_tokenizer(tokenizer) if tokenizer else None
     header = Header(version, config, _group_size(config), _header_size(version))
-    with written_whole(path) as beside, open(beside, "wb") as file:
+    with new_file(path) as beside, open(beside, "wb") as file:
         file.write(_pack_header(header))
         _write_weights(file, header, model)
     if pieces is None or not _has_places(pieces):
@@ -311,7 +312,7 @@ def write_tokenizer(vocabulary: sentencepiece.Pieces, path: Path) -> None:
     texts = [piece.replace(sentencepiece.SPACE, " ") for piece in vocabulary.pieces]
     texts[1:FIRST_BYTE] = [f"\n{text}\n" for text in texts[1:FIRST_BYTE]]  # as llama2.c prints them
     records = [text.encode() for text in texts]
-    with written_whole(path) as beside, open(beside, "wb") as file:
+    with new_file(path) as beside, open(beside, "wb") as file:
         file.write(struct.pack("<i", max(map(len, records))))
         for score, record in zip(vocabulary.scores, records):
             file.write(struct.pack("<fi", score, len(record)) + record)

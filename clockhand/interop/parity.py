@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 from clockhand.data.tokenizer import Tokenizer
+from clockhand.disk import new_file
 from clockhand.errors import ClockhandError
 from clockhand.interop import formats, gguf, hf, names
-from clockhand.interop.exchange import written_whole
 from clockhand.model.cache import KVCache
 from clockhand.model.transformer import Transformer
 
@@ -123,7 +123,7 @@ def validate(model: str | Path, against: str | Path | None = None) -> Passport:
     if not comparisons:
         raise ClockhandError("; ".join(refused.values()))
     passport = Passport(all(each.passed for each in comparisons), comparisons, refused)
-    with written_whole(folder / "parity.json") as beside:
+    with new_file(folder / "parity.json") as beside:
         beside.write_text(json.dumps(dataclasses.asdict(passport), indent=2, ensure_ascii=False) + "\n", "utf-8")
     return passport
 

@@ -19,11 +19,11 @@ from typing import Any
 
 import torch
 
+from clockhand.disk import write_text
 from clockhand.errors import unknown_name
 from clockhand.lab import attention, counting, exercises, experiment, mlp, moe, norm, position, training
 from clockhand.lab.claim import Claim, Measured, Value, Verdict
 from clockhand.lab.experiment import Lab
-from clockhand.train.disk import write_text
 
 LAB_FOLDER = Path("runs/lab")
 SUBJECTS = (norm, position, attention, mlp, moe, counting, training, exercises)

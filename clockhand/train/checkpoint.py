@@ -22,10 +22,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from clockhand.data.tokenizer import Tokenizer
+from clockhand.disk import new_folder
 from clockhand.errors import ClockhandError
 from clockhand.interop.hf import load_model, save_model
 from clockhand.model.transformer import Transformer
-from clockhand.train.disk import replacing
 from clockhand.train.optim import load_optimizer_tensors, optimizer_tensors
 
 STATE_FILE, TENSORS_FILE = "training.json", "training.safetensors"
@@ -51,7 +51,7 @@ def save_checkpoint(
     before is untouched then, and nothing half-written stays.
     """
     folder = root / f"step-{state['step']:08d}"
-    with replacing(folder) as unfinished:
+    with new_folder(folder) as unfinished:
         save_model(model, unfinished, tokenizer)
         save_file(optimizer_tensors(model, optimizer), unfinished / TENSORS_FILE)
         files = {path.name: _size_and_hash(path) for path in sorted(unfinished.iterdir())}

@@ -13,8 +13,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from clockhand.disk import write_text
 from clockhand.errors import ClockhandError
-from clockhand.train.disk import write_text
 
 
 class RunLog:

@@ -20,9 +20,9 @@ import torch
 
 import clockhand
 from clockhand.data.shards import Corpus
+from clockhand.disk import remove_leftovers, write_text
 from clockhand.errors import ClockhandError
 from clockhand.train.config import MAY_CHANGE
-from clockhand.train.disk import remove_leftovers, write_text
 
 
 def open_run_folder(out: Path) -> None:

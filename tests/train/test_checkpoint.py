@@ -8,12 +8,12 @@ import pytest
 import torch
 from safetensors import SafetensorError
 
+from clockhand.disk import remove_leftovers
 from clockhand.errors import ClockhandError
 from clockhand.model.transformer import Transformer
 from clockhand.train import checkpoint as module
 from clockhand.train.checkpoint import newest_checkpoint, open_checkpoint, remove_old, restore, save_checkpoint
 from clockhand.train.config import TrainConfig
-from clockhand.train.disk import remove_leftovers
 from clockhand.train.optim import make_optimizer, optimizer_tensors
 
 
@@ -100,7 +100,7 @@ def test_a_full_disk_stops_with_a_clear_word_and_the_last_checkpoint_whole(save,
         raise error
 
     monkeypatch.setattr(module, "save_file", full)
-    with pytest.raises(ClockhandError, match=r"^cannot write .*step-00000002: .*No space left on device"):
+    with pytest.raises(ClockhandError, match=r"^cannot write .*step-00000002': .*No space left on device"):
         save(2)
     assert names(tmp_path) == ["step-00000001"]
     assert newest_checkpoint(tmp_path, pytest.fail).step == 1
@@ -138,8 +138,8 @@ def test_steps_are_ordered_as_numbers(save, tmp_path):
 
 def test_what_a_killed_process_left_is_removed(save, tmp_path):
     save(1)
-    (tmp_path / ".unfinished" / "step-00000002").mkdir(parents=True)
-    (tmp_path / ".config.json.unfinished").write_text("{")
+    (tmp_path / ".unfinished-123-step-00000002" / "step-00000002").mkdir(parents=True)
+    (tmp_path / ".config.json.unfinished-123").write_text("{")
     remove_leftovers(tmp_path)
     assert names(tmp_path) == ["step-00000001"]
 

@@ -280,7 +280,7 @@ def test_a_run_killed_while_it_writes_a_checkpoint_ends_bitwise_as_the_straight_
     script = [sys.executable, "-c", KILLED_WHILE_SAVING_STEP_8, *configs, corpus.folder, out]
     assert subprocess.run(script).returncode == -signal.SIGKILL
     names = sorted(path.name for path in (out / "checkpoints").iterdir())
-    assert names == [".unfinished", "step-00000004"]
+    assert [name.startswith(".unfinished-") for name in names] == [True, False]
     assert rows_of(out)[-1]["step"] == 7  # beyond the checkpoint it will resume from
 
     train(model_config, train_config, corpus, out)
@@ -354,7 +354,7 @@ def test_a_full_disk_stops_the_run_and_with_room_again_it_ends_as_the_straight_r
     out = tmp_path / "full"
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint, "save_file", disk_that_is_full_after_one_checkpoint())
-        with pytest.raises(ClockhandError, match="step-00000008: No space left on device"):
+        with pytest.raises(ClockhandError, match="step-00000008': No space left on device"):
             train(model_config, train_config, corpus, out)
     assert sorted(path.name for path in (out / "checkpoints").iterdir()) == ["step-00000004"]
     train(model_config, train_config, corpus, out)

@@ -1,0 +1,104 @@
+"""Writing so that a file or a folder is whole or absent, whenever the process dies and however full the disk is.
+
+Everything is written under a hidden name beside its place, brought to the disk, and renamed. A process that dies leaves
+at most something hidden, which `remove_leftovers` knows.
+"""
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from clockhand.errors import ClockhandError
+
+HIDDEN = ".unfinished"
+REPLACED = ".replaced"
+LEFTOVERS = (f"{HIDDEN}-*", f".*{HIDDEN}-*")
+
+
+@contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """An empty folder of the same name to write into. It takes the place of `folder` when the block ends well.
+
+    When it does not, nothing has changed. Raises `ClockhandError` for whatever the disk refuses.
+    """
+    folder = folder.absolute()
+    hidden = folder.parent / f"{HIDDEN}-{os.getpid()}-{folder.name}"
+    unfinished, replaced = hidden / folder.name, hidden / REPLACED
+    try:
+        with _refusals_of_the_disk(folder):
+            unfinished.mkdir(parents=True)
+            yield unfinished
+            for path in (*unfinished.iterdir(), unfinished):
+                _to_disk(path)
+            if folder.exists():
+                folder.rename(replaced)
+            unfinished.rename(folder)
+            _to_disk(folder.parent)
+    finally:
+        if replaced.exists() and not folder.exists():
+            replaced.rename(folder)
+        shutil.rmtree(hidden, ignore_errors=True)
+
+
+@contextmanager
+def new_file(path: Path) -> Iterator[Path]:
+    """A path beside `path` to write to. It takes the place of `path` when the block ends well.
+
+    Raises `ClockhandError` for whatever the disk refuses.
+    """
+    unfinished = path.with_name(f".{path.name}{HIDDEN}-{os.getpid()}")
+    try:
+        with _refusals_of_the_disk(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            yield unfinished
+            _to_disk(unfinished)
+            unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replaces a file, or leaves it as it was. Raises `ClockhandError` for whatever the disk refuses."""
+    with new_file(path) as unfinished:
+        unfinished.write_text(text, encoding="utf-8")
+
+
+def remove_leftovers(root: Path) -> None:
+    """Removes what a process that died in the middle of writing has left directly under `root`."""
+    for leftover in (path for pattern in LEFTOVERS for path in root.glob(pattern)):
+        if leftover.is_dir():
+            _finish_exchange(leftover)
+            shutil.rmtree(leftover)
+        else:
+            leftover.unlink()
+
+
+def _finish_exchange(hidden: Path) -> None:
+    """Where the process died after the old folder had stepped aside, the new one is whole: it takes its place."""
+    if (hidden / REPLACED).exists():
+        for folder in hidden.iterdir():
+            place = hidden.parent / folder.name
+            if folder.name != REPLACED and not place.exists():
+                folder.rename(place)
+
+
+@contextmanager
+def _refusals_of_the_disk(target: Path) -> Iterator[None]:
+    from safetensors import SafetensorError  # what its writer says of a full disk
+
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise ClockhandError(f"cannot write '{target}': {reason}; what was there before is whole") from error
+
+
+def _to_disk(path: Path) -> None:
+    """Returns when the file, or the list of names in the folder, would survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,53 @@
+"""Whatever is written is whole or absent, and what was there before is only gone when the new one is there."""
+
+import errno
+import os
+
+import pytest
+
+from clockhand.disk import new_file, new_folder, remove_leftovers, write_text
+from clockhand.errors import ClockhandError
+
+
+def everything_in(root):
+    return {str(path.relative_to(root)): path.read_text() for path in sorted(root.rglob("*")) if path.is_file()}
+
+
+def test_a_new_folder_takes_the_place_of_the_old_one_whole(tmp_path):
+    for text in ("first", "second"):
+        with new_folder(tmp_path / "model") as unfinished:
+            (unfinished / "weights").write_text(text)
+        assert everything_in(tmp_path) == {"model/weights": text}
+
+
+def test_an_error_in_the_middle_leaves_the_old_folder_and_nothing_else(tmp_path):
+    write_text(tmp_path / "model" / "weights", "old")
+    with pytest.raises(KeyError), new_folder(tmp_path / "model") as unfinished:
+        (unfinished / "weights").write_text("half")
+        raise KeyError
+    assert everything_in(tmp_path) == {"model/weights": "old"}
+
+
+def test_a_full_disk_is_one_clear_line_and_changes_nothing(tmp_path):
+    write_text(tmp_path / "log", "old")
+    refusal = r"^cannot write '.*log': No space left on device; what was there before is whole"
+    with pytest.raises(ClockhandError, match=refusal), new_file(tmp_path / "log") as unfinished:
+        unfinished.write_text("half")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    assert everything_in(tmp_path) == {"log": "old"}
+
+
+def test_a_process_that_died_before_the_exchange_leaves_the_old_folder(tmp_path):
+    write_text(tmp_path / "model" / "weights", "old")
+    write_text(tmp_path / ".unfinished-9-model" / "model" / "weights", "half")
+    write_text(tmp_path / ".log.unfinished-9", "half")
+    remove_leftovers(tmp_path)
+    assert everything_in(tmp_path) == {"model/weights": "old"}
+
+
+def test_a_process_that_died_within_the_exchange_leaves_the_new_folder(tmp_path):
+    """Between the two renames neither is in place; the new one is whole by then."""
+    write_text(tmp_path / ".unfinished-9-model" / "model" / "weights", "new")
+    write_text(tmp_path / ".unfinished-9-model" / ".replaced" / "weights", "old")
+    remove_leftovers(tmp_path)
+    assert everything_in(tmp_path) == {"model/weights": "new"}
