@@ -8,6 +8,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
+from clockhand.disk import write_text
 from clockhand.lab.chapters import CHAPTERS, SECTIONS, Section
 from clockhand.lab.claim import VERDICT_NAMES, Claim, Text, Value, Verdict, show
 from clockhand.lab.figures import FIGURES, PALETTE, TRANSLATIONS, write_figures
@@ -15,7 +16,6 @@ from clockhand.lab.page import SCRIPT, STYLE, clock_faces
 from clockhand.lab.run import Outcome, all_claims
 from clockhand.model.rope import frequencies
 from clockhand.presets import build
-from clockhand.train.disk import write_text
 
 CLASSES = {
     Verdict.HOLDS: "holds",
