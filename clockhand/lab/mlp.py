@@ -321,7 +321,7 @@ B12 = Claim(
     },
     read="clockhand/model/mlp.py:make_mlp",
     measure=measure_gate_value,
-    seeds=(0, 1, 2),
+    seeds=(0, 1, 2, 3, 4),
     cost="training",
 )  # fmt: skip
 
