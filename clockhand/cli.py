@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import inspect as python_inspect
 import json
+import os
 import sys
 import traceback
 import typing
@@ -618,6 +619,8 @@ def options(
 def main(arguments: list[str] | None = None) -> NoReturn:
     """Runs the command line and exits: 0 done, 1 refused, 2 not understood, 130 Ctrl-C, 143 SIGTERM."""
     arguments = sys.argv[1:] if arguments is None else arguments
+    # libgomp's threads spin at full speed while they wait for each other; on a busy machine that halves ours (LOG.md).
+    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     debug = "--debug" in arguments
     try:
         words = [argument for argument in arguments if argument != "--debug"]

@@ -19,7 +19,7 @@ from clockhand.train.pretrain import corpus_for, model_config_for
 from clockhand.train.progress import make_reporter
 
 PRESET = "tiny"
-STEPS = 1200
+STEPS = 1300
 PROMPT = "ROMEO.\nWhat light is this"
 SAMPLING = Sampling(temperature=0.8, top_p=0.95)
 
@@ -29,7 +29,7 @@ def recipe(steps: int, seed: int) -> TrainConfig:
     return TrainConfig(
         steps=steps,
         seed=seed,
-        batch_size=16,
+        batch_size=8,
         seq_len=128,
         learning_rate=3e-3,
         warmup_steps=min(100, steps // 10),
