@@ -20,7 +20,7 @@ from clockhand.train.progress import make_reporter
 
 PRESET = "tiny"
 STEPS = 1300
-PROMPT = "ROMEO.\nWhat light is this"
+PROMPT = "ROMEO:\nWhat light is this"
 SAMPLING = Sampling(temperature=0.8, top_p=0.95)
 
 
@@ -73,7 +73,7 @@ def run(out: Path, steps: int | None = None, seed: int = 0) -> None:
 
 The model is in {out / "final"}, a folder that transformers opens as it is. Next:
 
-  clockhand generate {out} --prompt "JULIET." --temperature 0.8
+  clockhand generate {out} --prompt "JULIET:" --temperature 0.8
   clockhand inspect {out}
   clockhand inspect mini-llama minimind-3
   clockhand train --data YOUR-TEXT --preset tiny --steps 500"""
