@@ -58,7 +58,7 @@ def any_config(draw) -> ModelConfig:
     if chosen["rope_scaling"] != "none":
         chosen["rope_factor"] = draw(st.floats(1.5, 40))
     if chosen["rope_scaling"] in ("dynamic", "yarn", "llama3"):
-        chosen["rope_original_max_seq_len"] = draw(st.integers(1, 4096))
+        chosen["rope_original_max_seq_len"] = draw(st.integers(7, 4096))
     if chosen["rope_scaling"] == "yarn":
         chosen["rope_attention_factor"] = draw(st.none() | st.floats(0.5, 2))
     return config(**chosen)
