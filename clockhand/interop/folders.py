@@ -7,6 +7,7 @@ Nothing here imports torch or knows what a config says; see `hf.py`.
 """
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,10 @@ TOKENIZER_FILES = (
     "merges.txt",
 )
 CARD = "README.md"
-OWN_FILES = frozenset({CONFIG, GENERATION, WEIGHTS, CARD, "parity.json", *TOKENIZER_FILES})
-"""What a folder may hold for us to write another model in its place."""
+OWN_FILES = frozenset({CONFIG, GENERATION, WEIGHTS, INDEX, CARD, "parity.json", *TOKENIZER_FILES})
+"""What a folder may hold, beside shards, for us to write another model in its place."""
+
+_SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 
 _LONGEST_JSON = 64 * 2**20  # the index of a model of 100,000 tensors is a tenth of this
 
@@ -65,6 +68,11 @@ def find_model_folder(path: str | Path) -> Path:
 
 def is_model_folder(folder: Path) -> bool:
     return (folder / CONFIG).is_file() and ((folder / WEIGHTS).is_file() or (folder / INDEX).is_file())
+
+
+def shard_name(number: int, count: int) -> str:
+    """The file of shard `number` (from 1) of `count`."""
+    return f"model-{number:05}-of-{count:05}.safetensors"
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -122,7 +130,7 @@ def refuse_foreign(folder: Path) -> None:
     if folder.exists() and not folder.is_dir():
         raise ClockhandError(f"'{folder}' is a file; a model is written as a folder")
     held = sorted(entry.name for entry in folder.iterdir()) if folder.exists() else []
-    foreign = [name for name in held if name not in OWN_FILES]
+    foreign = [name for name in held if name not in OWN_FILES and not _SHARD.fullmatch(name)]
     if foreign:
         raise ClockhandError(f"'{folder}' holds {foreign[0]}, which is no part of a model; give a new folder")
     if held and not is_model_folder(folder):

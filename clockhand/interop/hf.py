@@ -214,16 +214,16 @@ def save_model(
     dtype: "torch.dtype | None" = None,
     generation: Mapping[str, Any] | None = None,
     card: str = "",
+    shard_bytes: int = 5 * 10**9,
 ) -> Path:
     """Writes a model folder beside its place and moves it there; returns it.
 
     The tokenizer is an object of ours, or its files are copied as they are from another model's folder, together with
     what that declares for generation. `dtype` (default: as the model is) is fp32, bf16 or fp16. `generation` adds to
-    generation_config.json, where `eos_token_id` may be several. `card` is text for the README. An older model in that
-    place is replaced, a folder with anything else in it is refused; when something fails, nothing has changed.
+    generation_config.json, where `eos_token_id` may be several. `card` is text for the README. Weights of more
+    than `shard_bytes` go into several files with an index. An older model in that place is replaced, a folder with
+    anything else in it is refused; when something fails, nothing has changed.
     """
-    from safetensors.torch import save_file
-
     folder = Path(folder)
     if tokenizer is not None and tokenizer.vocab_size > model.config.vocab_size:
         raise ClockhandError(
@@ -251,8 +251,30 @@ def save_model(
         _write_json(unfinished / folders.CONFIG, config)
         _write_json(unfinished / folders.GENERATION, said)
         (unfinished / folders.CARD).write_text(_card(model, card), encoding="utf-8")
-        save_file(weights, unfinished / folders.WEIGHTS, metadata={"format": "pt"})
+        _write_weights(weights, unfinished, shard_bytes)
     return folder
+
+
+def _write_weights(weights: "dict[str, Tensor]", folder: Path, shard_bytes: int) -> None:
+    """One file; or, where that would have more than `shard_bytes`, several of at most that (or of one tensor)."""
+    from safetensors.torch import save_file
+
+    shards: list[dict[str, Tensor]] = [{}]
+    filled = 0
+    for name, weight in weights.items():
+        if shards[-1] and filled + weight.nbytes > shard_bytes:
+            shards.append({})
+            filled = 0
+        shards[-1][name] = weight
+        filled += weight.nbytes
+    where: dict[str, str] = {}
+    for number, shard in enumerate(shards, 1):
+        file = folders.WEIGHTS if len(shards) == 1 else folders.shard_name(number, len(shards))
+        save_file(shard, folder / file, metadata={"format": "pt"})
+        where |= dict.fromkeys(shard, file)
+    if len(shards) > 1:
+        total = sum(weight.nbytes for weight in weights.values())
+        _write_json(folder / folders.INDEX, {"metadata": {"total_size": total}, "weight_map": where})
 
 
 def _weights(model: "Transformer", dtype: "torch.dtype | None") -> "dict[str, Tensor]":

@@ -288,6 +288,22 @@ def test_a_folder_in_many_files_loads_like_one(tmp_path):
     assert equal_weights(load_model(tmp_path / "many"), load_model(tmp_path / "one"))
 
 
+def test_a_large_model_is_saved_in_many_files_that_open_here_and_there(tmp_path):
+    ours = our_model(qk_norm=True)
+    save_model(ours, tmp_path / "m", shard_bytes=40_000)
+    files = sorted(path.name for path in (tmp_path / "m").glob("model-*.safetensors"))
+    assert len(files) > 2
+    assert all((tmp_path / "m" / name).stat().st_size < 60_000 for name in files)
+    assert equal_weights(load_model(tmp_path / "m"), ours)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "m")
+    ids = torch.arange(12)[None]
+    assert (theirs(ids).logits - ours(ids).logits).abs().max() < 1e-4
+
+    save_model(ours, tmp_path / "m")  # a model in one file takes the place of one in many
+    assert not list((tmp_path / "m").glob("model-*"))
+    assert not (tmp_path / "m" / "model.safetensors.index.json").exists()
+
+
 def test_experts_in_one_tensor_load_like_experts_one_by_one(tmp_path):
     theirs = their_model("Qwen3Moe", MOE)
     theirs.save_pretrained(tmp_path)
