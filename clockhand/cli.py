@@ -156,6 +156,8 @@ def tokenizer_train(
     tokenizer = Tokenizer.train(read_documents(sources, text_field, report), kind, vocab_size)
     for line in report.lines():
         say(f"note: {line}")
+    if not report.documents:
+        raise ClockhandError(f"no text in {', '.join(sources)}: nothing to train a tokenizer on")
     tokenizer.save(out)
     print(
         f"{out}: {tokenizer.kind} tokenizer of {tokenizer.vocab_size:,} ids, from {report.text_bytes:,} bytes of text"
@@ -371,6 +373,8 @@ def evaluate(
     """Loss in nats per token, perplexity and bits per byte of a model on text."""
     from clockhand.train.evaluate import evaluate_sources
 
+    if windows < 1:
+        raise ClockhandError(f"--windows {windows} must be at least 1")
     network, tokenizer, _ = load(model)
     result = evaluate_sources(network, tokenizer, data, text_field, windows)
     if as_json:
@@ -497,7 +501,7 @@ def lab(
             raise ClockhandError(
                 "--model needs one claim and --text FILE: clockhand lab B20 --model FOLDER --text FILE"
             )
-        look_inside(names[0], model, text.read_text(encoding="utf-8"))
+        look_inside(names[0], model, decoded(text.read_bytes(), f"--text {text}"))
         return
     if text is not None:
         raise ClockhandError(f"--text {text} has no effect without --model")
@@ -533,13 +537,20 @@ def read_prompts(prompt: str | None, prompts_file: Path | None) -> list[str]:
     if prompt is not None:
         return [prompt]
     if prompts_file is not None:
-        prompts = prompts_file.read_text(encoding="utf-8").splitlines()
+        prompts = decoded(prompts_file.read_bytes(), f"--prompts-file {prompts_file}").splitlines()
         if not prompts:
             raise ClockhandError(f"--prompts-file {prompts_file} is empty: put one prompt on each line")
         return prompts
     if sys.stdin.isatty():
         say("(type a prompt, then Ctrl-D)")
-    return [sys.stdin.read().removesuffix("\n")]
+    return [decoded(sys.stdin.buffer.read(), "stdin").removesuffix("\n")]
+
+
+def decoded(content: bytes, source: str) -> str:
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        raise ClockhandError(f"{source} must be UTF-8 text, but byte {error.start} is not") from None
 
 
 @contextlib.contextmanager

@@ -216,6 +216,19 @@ class TestRefusals:
     def test_prompt_longer_than_the_context_names_both_numbers(self, run, trained):
         assert_refused(run("generate", trained, "--prompt", "clock " * 200), "64")
 
+    def test_prompts_that_are_no_text(self, run, trained, tmp_path):
+        (tmp_path / "prompts").write_bytes(b"ok\xff\n")
+        assert_refused(run("generate", trained, "--prompts-file", tmp_path / "prompts"), "prompts", "UTF-8", "byte 2")
+
+    def test_tokenizer_trained_on_nothing(self, run, tmp_path):
+        (tmp_path / "empty.txt").write_text("")
+        result = run("tokenizer", "train", tmp_path / "empty.txt", "--out", tmp_path / "tok")
+        assert_refused(result, "no text", "empty.txt")
+        assert not (tmp_path / "tok").exists()
+
+    def test_evaluation_on_no_windows(self, run, trained):
+        assert_refused(run("eval", trained, "--data", trained / "corpus", "--windows", 0), "--windows 0")
+
     def test_out_that_holds_other_things(self, run, notes):
         assert_refused(run("train", "--data", notes, *SMALL, *BRIEF, "--out", notes), str(notes))
 
