@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect as python_inspect
+import io
 import json
 import os
 import sys
@@ -633,6 +634,9 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     # libgomp's threads spin at full speed while they wait for each other; on a busy machine that halves ours (LOG.md).
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     debug = "--debug" in arguments
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # what a terminal's encoding does not have is no reason to stop
+            stream.reconfigure(errors="replace")
     try:
         words = [argument for argument in arguments if argument != "--debug"]
         sys.exit(typer.main.get_command(app)(words, standalone_mode=False) or 0)

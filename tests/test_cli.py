@@ -1,6 +1,7 @@
 """The command line as a user types it: what it prints, where, and how it says no."""
 
 import json
+import os
 import re
 import shlex
 import shutil
@@ -157,6 +158,23 @@ def test_a_prompt_may_come_from_a_pipe(trained):
     assert done.stdout.startswith("Note 2")
 
 
+def test_a_terminal_without_the_characters_still_gets_the_text(trained):
+    command = [
+        sys.executable,
+        "-m",
+        "clockhand.cli",
+        "generate",
+        str(trained),
+        "--max-new-tokens",
+        "3",
+        "--prompt",
+        "春",
+    ]
+    done = subprocess.run(command, capture_output=True, env={**os.environ, "PYTHONIOENCODING": "ascii"})
+    assert done.returncode == 0
+    assert done.stdout.startswith(b"?")
+
+
 def test_a_corpus_is_prepared_shown_and_verified_and_a_flipped_byte_is_found(run, notes, tmp_path):
     corpus = tmp_path / "corpus"
     assert run("data", "prepare", notes, "--out", corpus, "--kind", "byte")[0] == 0
@@ -235,6 +253,13 @@ class TestRefusals:
     def test_a_resumed_run_may_not_change_its_model(self, run, trained, notes):
         changed = ("--vocab-size", 280, "--out", trained, "--set", "n_layers=2")
         assert_refused(run("train", "--data", notes, *SMALL, *BRIEF, *changed), "n_layers = 2", str(trained))
+
+    def test_a_resumed_run_keeps_the_corpus_it_was_started_on(self, run, trained, notes, tmp_path):
+        before = (trained / "corpus" / "index.json").read_bytes()
+        shutil.copy(notes / "1.txt", tmp_path / "other.txt")
+        other = ("--data", tmp_path / "other.txt", "--vocab-size", 280, "--out", trained)
+        assert_refused(run("train", *other, *SMALL, *BRIEF), str(trained), "other text", "--out")
+        assert (trained / "corpus" / "index.json").read_bytes() == before
 
     def test_debug_shows_where_an_error_was_noticed(self, run):
         code, _, err = run("inspect", "mini-lama", "--debug")

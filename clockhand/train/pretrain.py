@@ -42,7 +42,14 @@ def corpus_for(
     wanted = CorpusSettings(sources=tuple(sources), **settings)
     open_run_folder(out)
     folder = out / "corpus"
-    return Corpus.open(folder) if matches(folder, wanted) else prepare(wanted, folder, progress)
+    if matches(folder, wanted):
+        return Corpus.open(folder)
+    if is_corpus(folder) and any((out / "checkpoints").iterdir()):
+        raise ClockhandError(
+            f"the run in {out} was started on other text, or with another tokenizer, text field, val_fraction "
+            "or seed; give the same, or another --out"
+        )
+    return prepare(wanted, folder, progress)
 
 
 def model_config_for(preset: str, changes: Mapping[str, Any], tokenizer: Tokenizer | None = None) -> ModelConfig:
