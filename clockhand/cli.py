@@ -154,7 +154,10 @@ def tokenizer_train(
     from clockhand.data.tokenizer import Tokenizer
 
     report = Report()
-    tokenizer = Tokenizer.train(read_documents(sources, text_field, report), kind, vocab_size)
+    documents = read_documents(sources, text_field, report)
+    tokenizer = Tokenizer.train(documents, kind, vocab_size)
+    for _ in documents:  # a byte tokenizer needs none of them, but the report does
+        pass
     for line in report.lines():
         say(f"note: {line}")
     if not report.documents:

@@ -51,7 +51,7 @@ def run(out: Path, steps: int | None = None, seed: int = 0) -> None:
         f"{parts['val'].n_tokens:,} more are held out."
     )
     model_config = model_config_for(PRESET, {}, corpus.tokenizer)
-    config = recipe(steps or STEPS, seed)
+    config = recipe(STEPS if steps is None else steps, seed)
     say(
         f"The model '{PRESET}' has {model_config.n_layers} layers of width {model_config.d_model}. At first it knows "
         "nothing; watch the loss, and what it makes of the same few words.\n"

@@ -197,6 +197,13 @@ def test_a_tokenizer_is_trained_and_shows_how_it_cuts_a_text(run, notes, tmp_pat
     assert "".join(facts["pieces"]) == "the clock"
 
 
+def test_a_byte_tokenizer_which_learns_nothing_from_the_text_is_still_trained(run, notes, tmp_path):
+    code, out, _ = run("tokenizer", "train", notes, "--out", tmp_path / "tok", "--kind", "byte")
+    assert code == 0
+    assert "261 ids" in out
+    assert "from 0 bytes" not in out
+
+
 class TestRefusals:
     """One line, naming the field, the value, and what would be right. Never a traceback."""
 
@@ -243,6 +250,9 @@ class TestRefusals:
         result = run("tokenizer", "train", tmp_path / "empty.txt", "--out", tmp_path / "tok")
         assert_refused(result, "no text", "empty.txt")
         assert not (tmp_path / "tok").exists()
+
+    def test_seed_beyond_what_torch_takes(self, run, notes):
+        assert_refused(run("train", "--data", notes, *SMALL, "--seed", 2**64), f"seed = {2**64}")
 
     def test_evaluation_on_no_windows(self, run, trained):
         assert_refused(run("eval", trained, "--data", trained / "corpus", "--windows", 0), "--windows 0")

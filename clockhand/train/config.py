@@ -84,6 +84,7 @@ class TrainConfig:
 
         for name in ("seed", "warmup_steps", "eval_every", "save_every", "keep_last", "sample_every"):
             require(self, name, getattr(self, name) >= 0, "0 or more")
+        require(self, "seed", self.seed < 2**63, "below 2**63")
         for name in ("weight_decay", "clip_norm"):
             require(self, name, getattr(self, name) >= 0, "0 or more")
         for name in ("beta1", "beta2"):
