@@ -545,6 +545,8 @@ def read_prompts(prompt: str | None, prompts_file: Path | None) -> list[str]:
         if not prompts:
             raise ClockhandError(f"--prompts-file {prompts_file} is empty: put one prompt on each line")
         return prompts
+    if sys.stdin is None:
+        raise ClockhandError("stdin is closed: give --prompt or --prompts-file")
     if sys.stdin.isatty():
         say("(type a prompt, then Ctrl-D)")
     return [decoded(sys.stdin.buffer.read(), "stdin").removesuffix("\n")]
@@ -642,8 +644,17 @@ def main(arguments: list[str] | None = None) -> NoReturn:
             stream.reconfigure(errors="replace")
     try:
         words = [argument for argument in arguments if argument != "--debug"]
-        sys.exit(typer.main.get_command(app)(words, standalone_mode=False) or 0)
+        code = typer.main.get_command(app)(words, standalone_mode=False) or 0
+        if sys.stdout is not None:
+            sys.stdout.flush()  # here, where a full disk can still be told; Python's own at the end is too late
+        sys.exit(code)
+    except SystemExit as end:
+        if isinstance(end.__context__, BrokenPipeError):  # typer's answer to '| head', which it counts as a failure
+            sys.exit(0)
+        raise
     except Exception as error:
+        if isinstance(error, OSError):
+            drop_unwritten()
         if debug:
             traceback.print_exc()
         code, line = outcome(error)
@@ -655,6 +666,16 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     except KeyboardInterrupt:
         say("")
         sys.exit(130)
+
+
+def drop_unwritten() -> None:
+    """Lets go of what stdout could not take, or Python would try once more at the end, and fail aloud."""
+    with contextlib.suppress(AttributeError, OSError):  # stdout is closed, or a test's
+        sink = os.open(os.devnull, os.O_WRONLY)
+        try:
+            os.dup2(sink, sys.stdout.fileno())
+        finally:
+            os.close(sink)
 
 
 Misuse: Any = typer.BadParameter.__base__  # an unknown flag, a missing argument: typer does not export the class

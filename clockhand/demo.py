@@ -43,6 +43,7 @@ def recipe(steps: int, seed: int) -> TrainConfig:
 def run(out: Path, steps: int | None = None, seed: int = 0) -> None:
     """Trains in the run folder `out` (again: goes on, or only writes), prints a scene to stdout, the rest to stderr."""
     began = time.monotonic()
+    config = recipe(STEPS if steps is None else steps, seed)
     corpus = corpus_for(["builtin:shakespeare"], out, PRESET, {}, seed=seed)
     parts = {name: corpus.split(name) for name in ("train", "val")}
     say(
@@ -51,7 +52,6 @@ def run(out: Path, steps: int | None = None, seed: int = 0) -> None:
         f"{parts['val'].n_tokens:,} more are held out."
     )
     model_config = model_config_for(PRESET, {}, corpus.tokenizer)
-    config = recipe(STEPS if steps is None else steps, seed)
     say(
         f"The model '{PRESET}' has {model_config.n_layers} layers of width {model_config.d_model}. At first it knows "
         "nothing; watch the loss, and what it makes of the same few words.\n"

@@ -175,6 +175,23 @@ def test_a_terminal_without_the_characters_still_gets_the_text(trained):
     assert done.stdout.startswith(b"?")
 
 
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        ("inspect tiny | true", "0 "),
+        ("generate {run} --max-new-tokens 40 --prompt clock | true", "0 "),
+        ("inspect tiny --json > /dev/full", "1 error: No space left on device"),
+        ("generate {run} <&-", "1 error: stdin is closed: give --prompt or --prompts-file"),
+    ],
+)
+def test_a_pipe_that_closes_is_no_failure_and_one_that_cannot_be_used_is_one_line(trained, command, expected):
+    program = f"{shlex.quote(sys.executable)} -m clockhand.cli {command.format(run=shlex.quote(str(trained)))}"
+    script = f"set -o pipefail; {program}; printf %s $? >&2"
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True)
+    said, code = done.stderr[:-1].strip(), done.stderr[-1:]
+    assert f"{code} {said}" == expected
+
+
 def test_a_corpus_is_prepared_shown_and_verified_and_a_flipped_byte_is_found(run, notes, tmp_path):
     corpus = tmp_path / "corpus"
     assert run("data", "prepare", notes, "--out", corpus, "--kind", "byte")[0] == 0
@@ -270,6 +287,15 @@ class TestRefusals:
         other = ("--data", tmp_path / "other.txt", "--vocab-size", 280, "--out", trained)
         assert_refused(run("train", *other, *SMALL, *BRIEF), str(trained), "other text", "--out")
         assert (trained / "corpus" / "index.json").read_bytes() == before
+
+    def test_a_resumed_run_says_what_of_its_corpus_is_damaged(self, run, trained, notes):
+        (trained / "corpus" / "tokenizer.json").write_text("")
+        same = ("train", "--data", notes, *SMALL, *BRIEF, "--vocab-size", 280, "--out", trained)
+        assert_refused(run(*same), "corpus/tokenizer.json is truncated")
+
+    def test_a_demo_that_cannot_be_is_told_before_any_text_is_read(self, run, tmp_path):
+        assert_refused(run("demo", "--steps", -1, "--out", tmp_path / "demo"), "steps = -1")
+        assert not (tmp_path / "demo").exists()
 
     def test_debug_shows_where_an_error_was_noticed(self, run):
         code, _, err = run("inspect", "mini-lama", "--debug")

@@ -123,6 +123,8 @@ def _files_of(source: str, report: Report) -> list[TextFile]:
         if name not in BUILTINS:
             raise unknown_name("builtin corpus", name, BUILTINS)
         return BUILTINS[name]()
+    if not source:
+        raise ClockhandError("source '' is empty: name a file, a folder or builtin:NAME")
     path = Path(source).expanduser()
     if path.is_dir():
         files = []

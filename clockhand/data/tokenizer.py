@@ -41,6 +41,7 @@ SPECIAL_TOKENS = (BOS, EOS, PAD, IM_START, IM_END)
 KINDS = ("bpe", "char", "byte")
 MIN_VOCAB_SIZE = len(SPECIAL_TOKENS) + 256
 DEFAULT_VOCAB_SIZE = 4096
+MAX_VOCAB_SIZE = 2**20  # several times any in use; the trainer reserves memory for all of it, and aborts when it cannot
 
 # Where a long text may be cut, and about how long the pieces become.
 LINE_END = re.compile(r"(?<=[\w.,;:!?])\n")
@@ -91,6 +92,8 @@ class Tokenizer:
         if vocab_size is not None and vocab_size < MIN_VOCAB_SIZE:
             needs = f"{MIN_VOCAB_SIZE}, for {len(SPECIAL_TOKENS)} special tokens and 256 bytes"
             raise ClockhandError(f"vocab_size = {vocab_size} must be at least {needs}")
+        if vocab_size is not None and vocab_size > MAX_VOCAB_SIZE:
+            raise ClockhandError(f"vocab_size = {vocab_size} must be at most {MAX_VOCAB_SIZE}")
         if kind == "byte" and vocab_size not in (None, MIN_VOCAB_SIZE):
             raise ClockhandError(f"vocab_size = {vocab_size} must be {MIN_VOCAB_SIZE} or left out for a byte tokenizer")
         if kind == "bpe":

@@ -248,7 +248,7 @@ def _program(against: str | Path, folder: Path, model: Transformer, tokenizer: T
         raise ClockhandError(f"against = '{against}' must be {', '.join(MODULES)} or the path of an exported model")
     kind = formats.recognize(path)
     if kind == "hf":
-        return InTransformers(path)
+        return InTransformers(hf.find_model_folder(path))
     if kind == "gguf":
         return InLlamaCpp(path, str(against))
     return ReadBack(path)

@@ -82,8 +82,10 @@ class TrainConfig:
         self._settle("save_every", min(max(self.steps // 4, 1), 500))
         self._settle("sample_every", max(self.steps // 4, 1))
 
-        for name in ("seed", "warmup_steps", "eval_every", "save_every", "keep_last", "sample_every"):
+        for name in ("seed", "keep_last"):
             require(self, name, getattr(self, name) >= 0, "0 or more")
+        for name in ("warmup_steps", "eval_every", "save_every", "sample_every"):
+            require(self, name, getattr(self, name) >= 0, f"0 or more, or {AUTO} (as the length of the run has it)")
         require(self, "seed", self.seed < 2**63, "below 2**63")
         for name in ("weight_decay", "clip_norm"):
             require(self, name, getattr(self, name) >= 0, "0 or more")

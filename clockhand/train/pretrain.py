@@ -45,6 +45,7 @@ def corpus_for(
     if matches(folder, wanted):
         return Corpus.open(folder)
     if is_corpus(folder) and any((out / "checkpoints").iterdir()):
+        Corpus.open(folder)  # a damaged one is told as such
         raise ClockhandError(
             f"the run in {out} was started on other text, or with another tokenizer, text field, val_fraction "
             "or seed; give the same, or another --out"

@@ -73,6 +73,7 @@ def refuse_changes(out: Path, started: Mapping[str, Any], asked: Mapping[str, An
 def _is_run_folder(out: Path) -> bool:
     """Or will be one: whatever has our config.json, or has nothing in it yet but what is made before that."""
     try:
-        return "train" in json.loads((out / "config.json").read_text(encoding="utf-8"))
+        config = json.loads((out / "config.json").read_text(encoding="utf-8"))
+        return isinstance(config, dict) and "train" in config
     except (OSError, ValueError):
         return {path.name for path in out.iterdir() if not path.name.startswith(".")} <= {"checkpoints", "corpus"}

@@ -270,6 +270,11 @@ def test_an_unknown_builtin_is_refused_with_the_nearest():
         read_documents([])
 
 
+def test_an_empty_name_does_not_mean_the_folder_one_is_in():
+    with pytest.raises(ClockhandError, match="source '' is empty"):
+        read_documents([""])
+
+
 @pytest.mark.parametrize("name", ["a.txt.gz", "b.jsonl.gz", "c.parquet"])
 def test_a_damaged_file_is_refused_by_name(name: str, tmp_path: Path):
     content = (

@@ -324,6 +324,7 @@ def test_a_push_does_not_keep_the_text_before_it():
     [
         ("bpe", 260, "vocab_size = 260 must be at least 261"),
         ("char", 5, "at least 261"),
+        ("bpe", 10**13, "vocab_size = 10000000000000 must be at most 1048576"),
         ("byte", 4096, "must be 261 or left out"),
         ("bytes", None, "did you mean 'byte'"),
     ],

@@ -116,6 +116,13 @@ def test_a_program_that_does_not_exist_is_refused(words, tmp_path):
         parity.validate(folder, "ollama")
 
 
+def test_a_folder_that_is_no_model_is_refused(words, tmp_path):
+    folder = hf.save_model(model(), tmp_path / "m", words)
+    (tmp_path / "other").mkdir()
+    with pytest.raises(ClockhandError, match=r"'.*other' is neither a model folder"):
+        parity.validate(folder, tmp_path / "other")
+
+
 def test_a_model_that_no_other_program_can_run_is_refused_by_the_field(words, tmp_path):
     folder = hf.save_model(model(norm="layer"), tmp_path / "m", words)
     with pytest.raises(ClockhandError, match="norm = 'layer' has no counterpart"):

@@ -394,6 +394,13 @@ def test_a_folder_with_other_things_in_it_is_refused_and_left_alone(model_config
         assert sorted(folder.iterdir()) == before
 
 
+@pytest.mark.parametrize("content", ["null", "5", '"train"', '["train"]', "{", ""])
+def test_a_folder_whose_config_is_not_ours_is_no_run_folder(model_config, train_config, corpus, tmp_path, content):
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ClockhandError, match="holds other things than a training run"):
+        train(model_config, train_config, corpus, tmp_path)
+
+
 def test_a_folder_that_has_only_its_corpus_yet_is_a_run_folder(model_config, train_config, corpus, tmp_path):
     (tmp_path / "run" / "corpus").mkdir(parents=True)
     train(model_config, train_config, corpus, tmp_path / "run")
