@@ -30,6 +30,7 @@ from clockhand.train.config import TrainConfig
 from clockhand.train.interrupt import Interrupted
 
 if TYPE_CHECKING:
+    from clockhand.data.corpora import Report
     from clockhand.data.shards import Corpus
     from clockhand.data.tokenizer import Tokenizer
     from clockhand.model.transformer import Transformer
@@ -107,6 +108,10 @@ Settings = Annotated[
 SOURCES = "Files or folders of .txt .md .jsonl .csv .parquet (also .gz), builtin:shakespeare, builtin:python."
 Sources = Annotated[list[str], typer.Argument(metavar="SOURCE...", help=SOURCES)]
 TextField = Annotated[str, typer.Option(help="Field or column that holds the text in .jsonl, .csv and .parquet.")]
+GivenTextField = Annotated[
+    str | None,
+    typer.Option(help="Field or column that holds the text in .jsonl, .csv and .parquet.", show_default="text"),
+]
 Kind = Annotated[str, typer.Option(help="bpe | char | byte: the tokenizer to train.")]
 VocabSize = Annotated[
     int | None, typer.Option(help="Ids of the tokenizer to train.", show_default="4096; all for char")
@@ -153,6 +158,7 @@ def tokenizer_train(
     from clockhand.data.corpora import Report, read_documents
     from clockhand.data.tokenizer import Tokenizer
 
+    refuse_own_files(sources, "source ")
     report = Report()
     documents = read_documents(sources, text_field, report)
     tokenizer = Tokenizer.train(documents, kind, vocab_size)
@@ -213,6 +219,7 @@ def data_prepare(
     """Turn text into a corpus: token shards with a tokenizer, held-out text and checksums."""
     from clockhand.data.shards import CorpusSettings, prepare, show
 
+    refuse_own_files(sources, "source ")
     settings = CorpusSettings(
         sources=tuple(sources),
         text_field=text_field,
@@ -283,6 +290,7 @@ def train(
 
     config = TrainConfig(**fields)
     changes = parse_settings(ModelConfig, settings or [])
+    refuse_own_files(data, "--data ")
     model_config_for(preset, changes)  # a mistake in the model is told before any text is read
     out = out or Path("runs") / f"{preset}-{Path(data[0].removeprefix('builtin:')).name.split('.')[0]}"
     with corpus_progress() as progress:
@@ -370,23 +378,74 @@ def generate(
 def evaluate(
     model: Model,
     data: Annotated[str, typer.Option(help=f"{SOURCES} Or a corpus folder, whose held-out text is used.")],
-    text_field: TextField = "text",
-    windows: Annotated[int, typer.Option(help="Of a corpus folder: held-out windows to read at most.")] = 1024,
+    text_field: GivenTextField = None,
+    seq_len: Annotated[
+        int | None,
+        typer.Option(
+            help="Tokens of the window that text is read through.",
+            show_default="the run's seq_len; else max_seq_len, at most 1024",
+        ),
+    ] = None,
+    windows: Annotated[
+        int | None,
+        typer.Option(
+            help="Windows to read at most: of a corpus folder, or at each length.", show_default="1024; 16 at a length"
+        ),
+    ] = None,
+    against_length: Annotated[
+        bool,
+        typer.Option("--against-length", help="Perplexity with ½ to 4 times the context it was trained with, seq_len."),
+    ] = False,
+    rope_scaling: Annotated[
+        str | None,
+        typer.Option(
+            help="With --against-length: how to stretch, any of none,linear,ntk,dynamic,yarn,llama3.",
+            show_default="all but llama3",
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Loss in nats per token, perplexity and bits per byte of a model on text."""
-    from clockhand.train.evaluate import evaluate_sources
+    from clockhand.data.corpora import Report
+    from clockhand.data.shards import is_corpus
+    from clockhand.train.evaluate import evaluate_sources, reading_length
+    from clockhand.train.run_folder import trained_seq_len
 
-    if windows < 1:
+    if windows is not None and windows < 1:
         raise ClockhandError(f"--windows {windows} must be at least 1")
+    if is_corpus(data) and text_field is not None:
+        raise ClockhandError(f"--text-field {text_field} has no effect: '{data}' is a corpus, tokens without fields")
+    if not is_corpus(data) and windows is not None and not against_length:
+        raise ClockhandError(f"--windows {windows} has no effect: '{data}' is text, which is read to its end")
+    if rope_scaling is not None and not against_length:
+        raise ClockhandError(f"--rope-scaling {rope_scaling} has no effect without --against-length")
+    refuse_own_files([data], "--data ")
     network, tokenizer, _ = load(model)
-    result = evaluate_sources(network, tokenizer, data, text_field, windows)
+    report = Report()
+    if seq_len is None:
+        seq_len = trained_seq_len(model)
+    if against_length:
+        # Here memory is no reason for less than what the config declares: it is the length that is left.
+        trained = reading_length(network.config, network.config.max_seq_len if seq_len is None else seq_len)
+        answer = losses_against_length(network, tokenizer, data, text_field, trained, rope_scaling, windows, report)
+    else:
+        seq_len = reading_length(network.config, seq_len)
+        result = evaluate_sources(
+            network, tokenizer, data, text_field or "text", windows or 1024, seq_len=seq_len, report=report
+        )
+        derived = {name: getattr(result, name) for name in ("loss", "perplexity", "bits_per_byte")}
+        answer = vars(result) | derived | {"seq_len": seq_len}
+    for line in report.lines():
+        say(f"note: {line}")
     if as_json:
-        print_json(vars(result) | {name: getattr(result, name) for name in ("loss", "perplexity", "bits_per_byte")})
+        print_json(answer)
+    elif against_length:
+        print_lengths(answer)
     else:
         print(
             f"loss {result.loss:.4f} nats per token, perplexity {result.perplexity:.2f}, "
-            f"{result.bits_per_byte:.4f} bits per byte ({result.tokens:,} tokens, {result.bytes:,} bytes)"
+            f"{result.bits_per_byte:.4f} bits per byte "
+            f"({result.tokens:,} tokens, {result.bytes:,} bytes, windows of {seq_len:,} tokens)"
         )
 
 
@@ -524,6 +583,59 @@ def load(name: str) -> "tuple[Transformer, Tokenizer, tuple[int, ...] | None]":
 
     folder = find_model_folder(Path(name))
     return load_model(folder), Tokenizer.load(folder), end_ids(folder) or None
+
+
+def losses_against_length(
+    network: "Transformer",
+    tokenizer: "Tokenizer",
+    data: str,
+    text_field: str | None,
+    trained: int,
+    rope_scaling: str | None,
+    windows: int | None,
+    report: "Report",
+) -> dict[str, Any]:
+    """`eval --against-length`, for programs: nats per token and perplexity of each scaling at each of `lengths`."""
+    import torch
+
+    from clockhand.data.corpora import read_documents
+    from clockhand.data.shards import is_corpus
+    from clockhand.train.evaluate import corpus_of
+    from clockhand.train.lengths import SCALINGS, WINDOWS, losses_by_length
+
+    if is_corpus(data):
+        held_out = corpus_of(data, tokenizer).split("val")
+        ids = held_out.read(0, held_out.n_tokens).astype("int64").tolist()
+    else:
+        texts = read_documents([data], text_field or "text", report)
+        ids = [id for text in texts for id in tokenizer.encode(text, bos=True)]
+    scalings = SCALINGS if rope_scaling is None else [each.strip() for each in rope_scaling.split(",")]
+    found = losses_by_length(network, torch.tensor(ids), trained, scalings, windows or WINDOWS)
+    return {"seq_len": trained, "lengths": found.lengths, "loss": found.losses, "perplexity": found.perplexities}
+
+
+def print_lengths(answer: dict[str, Any]) -> None:
+    """The perplexities of `eval --against-length`, for people."""
+    from rich.table import Table
+
+    rows = Table("rope_scaling", box=None, header_style="bold", title_justify="left")
+    rows.title = f"perplexity by tokens of context; trained with {answer['seq_len']:,}"
+    for length in answer["lengths"]:
+        rows.add_column(f"{length:,}", justify="right")
+    for scaling, perplexities in answer["perplexity"].items():
+        rows.add_row(scaling, *(f"{each:.2f}" for each in perplexities))
+    print_rich(rows)
+
+
+def refuse_own_files(sources: list[str], flag: str) -> None:
+    """A model or run folder has text files in it, a log and a card, which nobody means when they say text."""
+    from clockhand.interop.folders import is_model_folder
+    from clockhand.train.run_folder import is_run_folder
+
+    for folder in (Path(source) for source in sources if source):
+        if is_run_folder(folder) or is_model_folder(folder):
+            hint = f"; its corpus is {folder / 'corpus'}" if (folder / "corpus").is_dir() else ""
+            raise ClockhandError(f"{flag}'{folder}' is a model or a run, not text{hint}")
 
 
 def tokenizer_folder(name: str) -> Path:

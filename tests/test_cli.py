@@ -129,6 +129,28 @@ def test_training_goes_from_text_to_a_model_that_writes(run, trained, notes):
     code, out, _ = run("eval", trained, "--data", notes / "0.txt", "--json")
     assert code == 0
     assert json.loads(out)["loss"] > 0
+    assert json.loads(out)["seq_len"] == 32, "what the run was trained with, though the model could read 64"
+
+
+def test_eval_reads_windows_as_long_as_asked_and_says_what_was_odd(run, trained, notes, tmp_path):
+    (tmp_path / "odd.txt").write_bytes((notes / "0.txt").read_bytes() + b"\xff")
+    code, out, err = run("eval", trained, "--data", tmp_path / "odd.txt", "--seq-len", 64)
+    assert code == 0
+    assert "windows of 64 tokens" in out
+    assert "note: bytes that are no UTF-8" in err
+    assert "windows of 64 tokens" in run("eval", trained / "final", "--data", notes)[1], "no run: max_seq_len"
+
+
+def test_perplexity_against_length_is_told_for_the_scalings_that_were_named(run, trained, notes):
+    options = ("--against-length", "--rope-scaling", "none,yarn", "--windows", 4)
+    code, out, err = run("eval", trained, "--data", notes, *options, "--json")
+    assert code == 0, err
+    found = json.loads(out)
+    assert found["lengths"] == [32, 64, 128], "half of 32 is less than the tokens that are predicted"
+    assert list(found["perplexity"]) == ["none", "yarn"]
+    assert found["perplexity"]["none"][0] == found["perplexity"]["yarn"][0]
+    code, out, _ = run("eval", trained, "--data", trained / "corpus", *options)
+    assert "yarn" in out
 
 
 def test_the_same_train_command_again_continues_instead_of_starting_over(run, trained, notes):
@@ -273,6 +295,25 @@ class TestRefusals:
 
     def test_evaluation_on_no_windows(self, run, trained):
         assert_refused(run("eval", trained, "--data", trained / "corpus", "--windows", 0), "--windows 0")
+
+    def test_flags_of_eval_that_would_have_no_effect(self, run, trained, notes):
+        of_text, of_corpus = ("eval", trained, "--data", notes), ("eval", trained, "--data", trained / "corpus")
+        assert_refused(run(*of_text, "--windows", 5), "--windows 5")
+        assert_refused(run(*of_corpus, "--text-field", "text"), "--text-field text")
+        assert_refused(run(*of_text, "--rope-scaling", "yarn"), "--rope-scaling yarn", "--against-length")
+        assert_refused(run(*of_text, "--seq-len", 65), "--seq-len 65", "max_seq_len = 64")
+        assert_refused(run(*of_text, "--seq-len", 0), "--seq-len 0")
+        assert_refused(run(*of_text, "--against-length", "--rope-scaling", "yarn,"), "rope_scaling ''")
+
+    def test_a_run_or_a_model_is_not_text(self, run, trained, tmp_path):
+        for folder in (trained, trained / "final"):
+            for command in (
+                ("eval", trained, "--data", folder),
+                ("train", "--data", folder, "--out", tmp_path / "out"),
+                ("data", "prepare", folder, "--out", tmp_path / "out"),
+                ("tokenizer", "train", folder, "--out", tmp_path / "out"),
+            ):
+                assert_refused(run(*command), str(folder), "not text")
 
     def test_out_that_holds_other_things(self, run, notes):
         assert_refused(run("train", "--data", notes, *SMALL, *BRIEF, "--out", notes), str(notes))

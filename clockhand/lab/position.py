@@ -39,7 +39,7 @@ from clockhand.model.rope import (
 )
 from clockhand.model.transformer import Transformer
 from clockhand.presets import build
-from clockhand.train.loss import cross_entropy
+from clockhand.train.lengths import SCALINGS, TARGETS, loss_against_length, losses_by_length
 
 FLOAT64_SUM = Text("a few dozen roundings of float64", "float64 的几十次舍入")
 
@@ -536,78 +536,12 @@ B06 = Claim(
 
 # ── past the trained length ────────────────────────────────────────────────────────────────────────────────────────
 
-SCALINGS = ("none", "linear", "ntk", "dynamic", "yarn")
-TARGETS = 32  # last tokens of each window that are predicted, the same ones for every length
 
-
-def with_scaling(model: Transformer, scaling: str, trained: int, length: int) -> Transformer:
-    """A model with the same weights, whose RoPE is stretched from `trained` to `length` by the named rule.
-
-    Where nothing needs stretching it is not stretched: a factor is chosen for the length, as one would in use.
-    """
-    if length <= trained:
-        scaling = "none"
-    changes: dict[str, Any] = {"rope_scaling": scaling, "max_seq_len": max(length, model.config.max_seq_len)}
-    if scaling in ("linear", "ntk", "yarn"):
-        changes["rope_factor"] = length / trained
-    if scaling == "dynamic":
-        changes["rope_factor"] = 2.0
-    if scaling in ("dynamic", "yarn"):
-        changes["rope_original_max_seq_len"] = trained
-    plain = dict(rope_factor=1.0, rope_original_max_seq_len=0, rope_attention_factor=None)
-    other = Transformer(dataclasses.replace(model.config, **{**plain, **changes}))
-    other.load_state_dict(model.state_dict())
-    return other.eval()
-
-
-@torch.no_grad()
-def loss_against_length(
-    model: Transformer, ids: Tensor, trained: int, lengths: list[int], scaling: str, windows: int = 48
-) -> list[float]:
-    """Nats per token on the same targets, read with contexts of each of `lengths` tokens.
-
-    `ids` (N,) is held-out text. Every window ends at the same places whatever its length, so only the context changes.
-    """
-    longest = max(lengths)
-    ends = torch.linspace(longest + 1, len(ids) - 1, windows).long()
-    losses = []
-    for length in lengths:
-        stretched = with_scaling(model, scaling, trained, length)
-        total, count = 0.0, 0
-        for batch in ends.split(max(1, 8192 // length)):
-            rows = torch.stack([ids[end - length : end + 1] for end in batch.tolist()])  # (B, length + 1)
-            hidden = stretched.hidden(rows[:, :-1]).hidden[:, -TARGETS:]
-            summed = cross_entropy(stretched.lm_head(hidden), rows[:, 1:][:, -TARGETS:])
-            total, count = total + float(summed.total), count + summed.count
-        losses.append(total / count)
-    return losses
-
-
-def length_table(model: Transformer, ids: list[int]) -> tuple[list[str], list[list[str]]]:
-    """Headings and one row a scaling: nats per token of any model, read at ½ to 4 times its max_seq_len, or as far as `ids` go.
-
-    Raises `ClockhandError` for a model without RoPE, and for a text too short to leave the trained length.
-    """
-    if model.config.position != "rope" or model.config.rope_scaling != "none":
-        raise ClockhandError(
-            f"position = {model.config.position}, rope_scaling = {model.config.rope_scaling}: must be plain rope"
-        )
-    trained = model.config.max_seq_len
-    lengths = [
-        length for length in (trained // 2, trained, 2 * trained, 4 * trained) if length + 2 + TARGETS < len(ids)
-    ]
-    if len(lengths) < 3:
-        raise ClockhandError(
-            f"the text has {len(ids):,} tokens; more than {2 * trained:,} are needed to leave the trained length"
-        )
-    rows = [
-        [
-            scaling,
-            *(f"{loss:.3f}" for loss in loss_against_length(model, torch.tensor(ids), trained, lengths, scaling, 16)),
-        ]
-        for scaling in SCALINGS
-    ]
-    return ["rope_scaling", *(f"{length:,}" for length in lengths)], rows
+def length_table(model: Transformer, ids: list[int], trained: int) -> tuple[list[str], list[list[str]]]:
+    """Headings and one row a scaling: nats per token at ½ to 4 times the `trained` length. Raises `ClockhandError`."""
+    found = losses_by_length(model, torch.tensor(ids), trained)
+    rows = [[scaling, *(f"{loss:.3f}" for loss in losses)] for scaling, losses in found.losses.items()]
+    return ["rope_scaling", *(f"{length:,}" for length in found.lengths)], rows
 
 
 def length_curves(lab: Lab, seeds: tuple[int, ...]) -> dict[str, Any]:
@@ -817,13 +751,13 @@ B21 = Claim(
     why={
         Verdict.HOLDS: Text(
             "With factor 2 the loss at twice the length is {yarn_2} nats from that at the trained length; plain RoPE is "
-            "{plain_2} away. Try it on your own model: `clockhand lab B21 --model FOLDER`.",
-            "factor 取 2 时，两倍长度处的损失与训练长度处相差 {yarn_2} 奈特；普通 RoPE 相差 {plain_2}。也可以用自己的模型试：`clockhand lab B21 --model FOLDER`。",
+            "{plain_2} away. Try it on your own model: `clockhand eval FOLDER --data TEXT --against-length`.",
+            "factor 取 2 时，两倍长度处的损失与训练长度处相差 {yarn_2} 奈特；普通 RoPE 相差 {plain_2}。也可以用自己的模型试：`clockhand eval FOLDER --data TEXT --against-length`。",
         ),
         Verdict.CONDITION: Text(
             "YaRN at twice the length costs {yarn_2} nats where plain RoPE costs {plain_2}: better, but not free without a "
-            "little fine-tuning. Try it on your own model: `clockhand lab B21 --model FOLDER`.",
-            "两倍长度处，YaRN 的代价是 {yarn_2} 奈特，普通 RoPE 是 {plain_2}：有改善，但不微调就并非毫无代价。也可以用自己的模型试：`clockhand lab B21 --model FOLDER`。",
+            "little fine-tuning. Try it on your own model: `clockhand eval FOLDER --data TEXT --against-length`.",
+            "两倍长度处，YaRN 的代价是 {yarn_2} 奈特，普通 RoPE 是 {plain_2}：有改善，但不微调就并非毫无代价。也可以用自己的模型试：`clockhand eval FOLDER --data TEXT --against-length`。",
         ),
         Verdict.REFUTED: Text(
             "Here YaRN costs {yarn_2} nats at twice the length and plain RoPE only {plain_2}: this model did not need the "

@@ -24,6 +24,7 @@ from clockhand.lab.experiment import Lab
 from clockhand.lab.moe import router_table
 from clockhand.lab.position import length_table
 from clockhand.lab.run import LAB_FOLDER, Outcome, all_claims, as_json, choose, kept_outcome, run_all
+from clockhand.train.run_folder import trained_seq_len
 
 COLOURS = {
     Verdict.HOLDS: "green",
@@ -222,12 +223,14 @@ def look_inside(claim_id: str, model: Path, text: str) -> None:
     from clockhand.data.tokenizer import Tokenizer
     from clockhand.interop.hf import find_model_folder, load_model
 
-    looks = {"B20": router_table, "B21": length_table}
-    if claim_id.upper() not in looks:
-        raise ClockhandError(f"claim {claim_id} takes no --model; those that do: {', '.join(looks)}")
+    if claim_id.upper() not in ("B20", "B21"):
+        raise ClockhandError(f"claim {claim_id} takes no --model; those that do: B20, B21")
     folder = find_model_folder(model)
-    tokenizer = Tokenizer.load(folder)
-    headings, rows = looks[claim_id.upper()](load_model(folder).eval(), tokenizer.encode(text, bos=True))
+    network, ids = load_model(folder), Tokenizer.load(folder).encode(text, bos=True)
+    if claim_id.upper() == "B20":
+        headings, rows = router_table(network, ids)
+    else:
+        headings, rows = length_table(network, ids, trained_seq_len(model) or network.config.max_seq_len)
     printed = Table(*headings, box=None, header_style="bold")
     for row in rows:
         printed.add_row(*row)

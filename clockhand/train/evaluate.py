@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from clockhand.config import ModelConfig
 from clockhand.data.corpora import Report, read_documents
 from clockhand.data.loader import Batch, ValidationWindows
 from clockhand.data.shards import Corpus, is_corpus
@@ -26,6 +27,9 @@ from clockhand.data.tokenizer import Tokenizer
 from clockhand.errors import ClockhandError
 from clockhand.model.transformer import Transformer
 from clockhand.train.loss import IGNORE_INDEX, batch_loss
+
+LONGEST_UNASKED = 1024  # tokens of a window, where nobody has said how long
+TOKENS_AT_ONCE = 8192
 
 
 @dataclass(frozen=True)
@@ -45,11 +49,16 @@ class Evaluation:
     @property
     def perplexity(self) -> float:
         """e^loss: among how many equally likely tokens the model might as well have chosen."""
-        return math.exp(self.loss) if self.loss < 700 else math.inf
+        return perplexity(self.loss)
 
     @property
     def bits_per_byte(self) -> float:
         return self.nats / math.log(2) / self.bytes
+
+
+def perplexity(loss: float) -> float:
+    """e^loss, and infinity where a float has no room for it."""
+    return math.exp(loss) if loss < 700 else math.inf
 
 
 @torch.no_grad()
@@ -75,39 +84,71 @@ def evaluate(
     return Evaluation(nats, tokens, text_bytes)
 
 
+def reading_length(config: ModelConfig, wanted: int | None = None) -> int:
+    """The window that texts are read through: `wanted`, or max_seq_len where that is no longer than a page or two.
+
+    A config may declare 32,768 positions for a model trained on 2,048. Raises `ClockhandError` for a `wanted` that the
+    model was not made for.
+    """
+    if wanted is None:
+        return min(config.max_seq_len, LONGEST_UNASKED)
+    if not 1 <= wanted <= config.max_seq_len:
+        raise ClockhandError(f"--seq-len {wanted} must be between 1 and max_seq_len = {config.max_seq_len}")
+    return wanted
+
+
+def rows_at_once(seq_len: int) -> int:
+    """Windows of `seq_len` tokens in a batch that memory is sure to hold."""
+    return max(1, TOKENS_AT_ONCE // seq_len)
+
+
 def evaluate_texts(
     model: Transformer,
     tokenizer: Tokenizer,
     texts: Iterable[str],
     seq_len: int | None = None,
-    batch_size: int = 8,
+    batch_size: int | None = None,
     dtype: str = "float32",
 ) -> Evaluation:
     """`evaluate` on texts of any length, each a document of its own.
 
-    Each is read through a window of `seq_len` tokens (default: the model's max_seq_len) that moves by half of itself.
-    Every token counts once, and has at least half a window of context before it unless its text begins there.
+    Each is read through a window of `reading_length` tokens that moves by half of itself. Every token counts once, and
+    has at least half a window of context before it unless its text begins there.
     """
-    windows = _windows_of(tokenizer, texts, seq_len or model.config.max_seq_len)
-    return evaluate(model, _batches_of(windows, batch_size), tokenizer.token_bytes, dtype)
+    seq_len = reading_length(model.config, seq_len)
+    windows = _windows_of(tokenizer, texts, seq_len)
+    return evaluate(model, _batches_of(windows, batch_size or rows_at_once(seq_len)), tokenizer.token_bytes, dtype)
 
 
 def evaluate_sources(
-    model: Transformer, tokenizer: Tokenizer, source: str, text_field: str = "text", max_windows: int | None = None
+    model: Transformer,
+    tokenizer: Tokenizer,
+    source: str,
+    text_field: str = "text",
+    max_windows: int | None = None,
+    seq_len: int | None = None,
+    report: Report | None = None,
 ) -> Evaluation:
     """`evaluate` on text in files, or on the held-out windows of a corpus folder, at most `max_windows` of them.
 
-    Raises `ClockhandError` for a corpus of another tokenizer.
+    Windows have `reading_length` tokens. What was odd in the files is noted in `report`. Raises `ClockhandError` for a
+    corpus of another tokenizer.
     """
     if not is_corpus(source):
-        return evaluate_texts(model, tokenizer, read_documents([source], text_field, Report()))
-    corpus = Corpus.open(source)
+        return evaluate_texts(model, tokenizer, read_documents([source], text_field, report), seq_len)
+    seq_len = reading_length(model.config, seq_len)
+    windows = ValidationWindows(corpus_of(source, tokenizer), rows_at_once(seq_len), seq_len, max_windows)
+    return evaluate(model, windows, tokenizer.token_bytes)
+
+
+def corpus_of(folder: str, tokenizer: Tokenizer) -> Corpus:
+    """The corpus in `folder`. Raises `ClockhandError` unless `tokenizer` made it."""
+    corpus = Corpus.open(folder)
     if corpus.tokenizer.fingerprint != tokenizer.fingerprint:
         raise ClockhandError(
-            f"corpus '{source}' was made with another tokenizer than the model's: give its text instead"
+            f"corpus '{folder}' was made with another tokenizer than the model's: give its text instead"
         )
-    windows = ValidationWindows(corpus, 8, model.config.max_seq_len, max_windows)
-    return evaluate(model, windows, tokenizer.token_bytes)
+    return corpus
 
 
 Window = tuple[Tensor, Tensor]  # ids and targets, both (T,)

@@ -25,11 +25,23 @@ from clockhand.errors import ClockhandError
 from clockhand.train.config import MAY_CHANGE
 
 
+def trained_seq_len(folder: str | Path) -> int | None:
+    """The seq_len that the run in `folder` trains at; None where it is no run folder, or no longer says."""
+    config = _read_run_config(Path(folder))
+    seq_len = config["train"].get("seq_len") if config else None
+    return seq_len if type(seq_len) is int and seq_len >= 1 else None
+
+
+def is_run_folder(folder: Path) -> bool:
+    """Whether a run has been started in it."""
+    return _read_run_config(folder) is not None
+
+
 def open_run_folder(out: Path) -> None:
     """Makes `out`, or makes sure that it is a run folder, and tidies it. Raises `ClockhandError` if it is another."""
     if out.exists() and not out.is_dir():
         raise ClockhandError(f"--out {out} is a file, not a folder")
-    if out.exists() and not _is_run_folder(out):
+    if out.exists() and not is_run_folder(out) and not _is_yet_unused(out):
         raise ClockhandError(f"--out {out} holds other things than a training run; name a new or empty folder")
     try:
         (out / "checkpoints").mkdir(parents=True, exist_ok=True)
@@ -70,10 +82,14 @@ def refuse_changes(out: Path, started: Mapping[str, Any], asked: Mapping[str, An
         raise ClockhandError(f"the run in {out} was started with other data ({folders}); give that, or another --out")
 
 
-def _is_run_folder(out: Path) -> bool:
-    """Or will be one: whatever has our config.json, or has nothing in it yet but what is made before that."""
+def _is_yet_unused(out: Path) -> bool:
+    """Whether nothing is in it but what is made before our config.json."""
+    return {path.name for path in out.iterdir() if not path.name.startswith(".")} <= {"checkpoints", "corpus"}
+
+
+def _read_run_config(folder: Path) -> dict[str, Any] | None:
     try:
-        config = json.loads((out / "config.json").read_text(encoding="utf-8"))
-        return isinstance(config, dict) and "train" in config
-    except (OSError, ValueError):
-        return {path.name for path in out.iterdir() if not path.name.startswith(".")} <= {"checkpoints", "corpus"}
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return config if isinstance(config, dict) and isinstance(config.get("train"), dict) else None

@@ -12,7 +12,7 @@ from clockhand.lab.ablate import ablate, parse_budget, run_ablation, verdict
 from clockhand.lab.claim import Verdict
 from clockhand.lab.experiment import Lab, compare, verdict_lower, verdict_same
 from clockhand.lab.moe import look_at_router
-from clockhand.lab.position import loss_against_length, small_model, with_scaling
+from clockhand.lab.position import small_model
 from clockhand.lab.run import all_claims, run
 from clockhand.lab.training import gradient_by_layer
 
@@ -116,17 +116,6 @@ def test_budgets_are_times():
 
 
 # ── what training claims measure with ──────────────────────────────────────────────────────────────────────────────
-
-
-def test_the_length_curve_is_flat_where_nothing_depends_on_length_and_scalings_leave_short_texts_alone():
-    """A model that reads only the last token predicts the same whatever the context: the curve must be level."""
-    model = small_model(sliding_window=1, init_std=0.1).float()
-    ids = torch.randint(64, (600,), generator=torch.Generator().manual_seed(0))
-    for scaling in ("none", "linear", "yarn"):
-        losses = loss_against_length(model, ids, 64, [32, 64, 128], scaling, windows=4)
-        assert max(losses) - min(losses) < 1e-4, "the same sums in fp32"
-    assert with_scaling(model, "yarn", trained=64, length=64).config.rope_scaling == "none"
-    assert with_scaling(model, "yarn", trained=64, length=128).config.rope_factor == 2.0
 
 
 def test_the_router_microscope_counts_every_token_once():
