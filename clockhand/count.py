@@ -179,7 +179,7 @@ def kv_bytes_per_token(config: ModelConfig, precision: str = "bf16") -> int:
 def kv_bytes(config: ModelConfig, tokens: int, precision: str = "bf16") -> int:
     """Bytes of keys and values that attention can still reach after `tokens` tokens; a sliding window bounds them.
 
-    A cache may hold more: `KVCache` keeps what has left the window.
+    A cache may hold more: `KVCache` has room beyond the window for the tokens of one call.
     """
     return keys_seen(config, tokens) * kv_bytes_per_token(config, precision)
 

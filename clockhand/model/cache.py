@@ -8,7 +8,17 @@ two calls unless the caller does so. The slot of a token *is* its position in it
 
 so rows of different lengths need no bookkeeping, and the causal rule `slot <= position` also hides whatever lies beyond
 a row's end. Storage grows by doubling up to `max_seq_len`; one token more is refused.
+
+Of a model with a sliding window W nothing older than W is ever looked at again. There the slots are a ring, and slot =
+position modulo the ring's size, so a row of any length costs W - 1 + (the most tokens of one call):
+
+    ring    [k8 k9 k2 k3 k4 k5 k6 k7]   lengths[0] = 10; k0 and k1 are forgotten
+
+Calls of few tokens keep `SLACK` tokens beyond the window all the same, by which a row can be cut back again.
 """
+
+import copy
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,7 +26,27 @@ from torch import Tensor
 from clockhand.config import ModelConfig, require
 from clockhand.errors import ClockhandError
 
+SLACK = 64
+"""Tokens a ring keeps beyond its window at least: how far a row with a sliding window can always be cut back."""
+
 _FIRST_CAPACITY = 64
+
+
+def row_capacity(config: ModelConfig, max_seq_len: int, call: int) -> int:
+    """The most slots a row of up to `max_seq_len` tokens takes when no call brings more than `call` of them at once."""
+    if not config.sliding_window:
+        return max_seq_len
+    return min(max_seq_len, config.sliding_window - 1 + max(call, SLACK))
+
+
+@dataclass
+class _Store:
+    """The content, shared by a cache and the views of its rows."""
+
+    keys: list[Tensor]  # one a layer: (B, capacity, K, Dh)
+    values: list[Tensor]
+    lengths: Tensor  # (B,) tokens that each row has taken in
+    first: Tensor  # (B,) the earliest position that each row still holds
 
 
 class KVCache:
@@ -45,21 +75,44 @@ class KVCache:
                 f"a cache of max_seq_len = {self.max_seq_len} must not exceed the model's {config.max_seq_len}, "
                 "because its positions are a learned table of that many rows"
             )
-        self.lengths = torch.zeros(batch_size, dtype=torch.int64, device=device)  # (B,)
         shape = (batch_size, 0, config.n_kv_heads, config.head_dim)
-        # One tensor a layer: (B, capacity, K, Dh).
-        self._keys = [torch.empty(shape, dtype=dtype, device=device) for _ in range(config.n_layers)]
-        self._values = [torch.empty(shape, dtype=dtype, device=device) for _ in range(config.n_layers)]
+        self._store = _Store(
+            keys=[torch.empty(shape, dtype=dtype, device=device) for _ in range(config.n_layers)],
+            values=[torch.empty(shape, dtype=dtype, device=device) for _ in range(config.n_layers)],
+            lengths=torch.zeros(batch_size, dtype=torch.int64, device=device),
+            first=torch.zeros(batch_size, dtype=torch.int64, device=device),
+        )
+        self._rows = slice(0, batch_size)  # of the store: all of them, or one in a view
         self._positions = torch.empty(batch_size, 0, dtype=torch.int64, device=device)  # of the call under way
+        self._reach = 0  # S of the call under way
+
+    @property
+    def lengths(self) -> Tensor:
+        """Tokens that each row has taken in, (B,)."""
+        return self._store.lengths[self._rows]
 
     @property
     def capacity(self) -> int:
         """Slots allocated a row, at most max_seq_len."""
-        return self._keys[0].shape[1]
+        return self._store.keys[0].shape[1]
 
     @property
     def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self._keys + self._values)
+        """Bytes allocated, for all rows, also where this is a view of one."""
+        return sum(tensor.nbytes for tensor in self._store.keys + self._store.values)
+
+    def row(self, row: int, max_seq_len: int | None = None) -> "KVCache":
+        """One row as a cache of batch size 1 with the same memory: what is done to either is done to both.
+
+        `max_seq_len` may set a limit of its own for what is done through this view.
+        """
+        if not 0 <= row < self.batch_size:
+            raise ClockhandError(f"row = {row} must be between 0 and {self.batch_size - 1}")
+        view = copy.copy(self)
+        view.batch_size = 1
+        view.max_seq_len = self.max_seq_len if max_seq_len is None else min(max_seq_len, self.max_seq_len)
+        view._rows = slice(self._rows.start + row, self._rows.start + row + 1)
+        return view
 
     def next_positions(self, new_tokens: int) -> Tensor:
         """Where `new_tokens` more tokens of each row go: (B, T), continuing each row from its own length."""
@@ -69,61 +122,132 @@ class KVCache:
     def begin(self, positions: Tensor) -> Tensor:
         """Opens a call that will write at `positions` (B, T), -1 for padding; returns the key positions to see, (B, S).
 
-        Raises `ClockhandError` when a position skips or repeats, or a row would outgrow max_seq_len; the cache is then
-        as it was.
+        A slot that holds nothing to be seen has key position -1 or one that the causal rule hides. Raises
+        `ClockhandError` when a position skips or repeats, or a row would outgrow max_seq_len; the cache is then as it
+        was.
         """
+        lengths, first = self.lengths, self._store.first[self._rows]  # views: written to below
         new = (positions >= 0).sum(-1)  # (B,)
-        row = int((self.lengths + new).argmax())
-        held = int(self.lengths[row])
+        row = int((lengths + new).argmax())
+        held = int(lengths[row])
         longest = held + int(new[row])
         if longest > self.max_seq_len:
             raise ClockhandError(
                 f"the cache holds at most max_seq_len = {self.max_seq_len} tokens a row: "
                 f"{held} held and {longest - held} more make {longest}"
             )
-        expected = self.lengths[:, None] + (positions >= 0).cumsum(-1) - 1  # (B, T)
+        expected = lengths[:, None] + (positions >= 0).cumsum(-1) - 1  # (B, T)
         if not bool(((positions == expected) | (positions < 0)).all()):
             raise ClockhandError("positions must continue each row of the cache without a gap or a repeat")
-        self._reserve(longest)
+        limit = row_capacity(self.config, self.max_seq_len, int(new.max()))
+        self._reserve(min(longest, limit), limit)
         self._positions = positions
-        self.lengths = self.lengths + new
+        lengths += new
+        if self.config.sliding_window:
+            torch.maximum(first, lengths - self.capacity, out=first)
+            if bool(first.any()):
+                self._reach = self.capacity
+                return self._held_positions()
+        self._reach = longest
         return torch.arange(longest, device=positions.device).expand(self.batch_size, longest)
 
     def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Stores k and v (B, T, K, Dh) of the open call; returns all that `layer` remembers, each (B, S, K, Dh)."""
+        keys, values = self._store.keys[layer][self._rows], self._store.values[layer][self._rows]
         stored = self._positions >= 0
         rows = torch.arange(self.batch_size, device=k.device)[:, None].expand_as(stored)[stored]
-        slots = self._positions[stored]
-        self._keys[layer][rows, slots] = k[stored].to(self._keys[layer].dtype)
-        self._values[layer][rows, slots] = v[stored].to(self._values[layer].dtype)
-        longest = int(self.lengths.max())
-        return self._keys[layer][:, :longest].to(k.dtype), self._values[layer][:, :longest].to(v.dtype)
+        slots = self._positions[stored] % self.capacity
+        keys[rows, slots] = k[stored].to(keys.dtype)
+        values[rows, slots] = v[stored].to(values.dtype)
+        return keys[:, : self._reach].to(k.dtype), values[:, : self._reach].to(v.dtype)
+
+    def can_truncate(self, length: int) -> bool:
+        """Whether `truncate(length)` leaves each row what its next token will look back on."""
+        cut = self.lengths > length
+        oldest_seen = length - self.config.sliding_window + 1
+        first = self._store.first[self._rows]
+        return length == 0 or not bool((cut & (first > 0) & (first > oldest_seen)).any())
 
     def truncate(self, length: int) -> None:
-        """Forgets every token at position `length` and beyond."""
+        """Forgets every token at position `length` and beyond.
+
+        Raises `ClockhandError` where a sliding window has let go of what the next token would look back on: further
+        back than SLACK tokens.
+        """
         if length < 0:
             raise ClockhandError(f"length = {length} must be 0 or more")
-        self.lengths = self.lengths.clamp(max=length)
+        if not self.can_truncate(length):
+            window, first = self.config.sliding_window, int(self._store.first[self._rows].max())
+            raise ClockhandError(
+                f"length = {length} must be 0 or at least {first + window - 1}: "
+                f"with sliding_window = {window} the positions before {first} are forgotten"
+            )
+        self.lengths.clamp_(max=length)
+        if length == 0:
+            self._store.first[self._rows] = 0
+
+    def copy_prefix(self, source: int, target: int, length: int) -> None:
+        """Makes row `target` hold the first `length` tokens of row `source`, which stays as it is, and nothing else.
+
+        Raises `ClockhandError` where the source has fewer, or its sliding window has forgotten what would be needed.
+        """
+        has, row = int(self.lengths[source]), self.row(source)
+        if not 0 <= length <= has or not row.can_truncate(length):
+            raise ClockhandError(f"length = {length} is more than row {source} of {has} tokens still holds from 0")
+        if source == target:
+            return self.row(target).truncate(length)
+        slots = slice(0, self.capacity if self.config.sliding_window else length)
+        for tensor in self._store.keys + self._store.values:
+            rows = tensor[self._rows]
+            rows[target, slots] = rows[source, slots]
+        self._store.first[self._rows][target] = self._store.first[self._rows][source] if length else 0
+        self.lengths[target] = length
+
+    def wipe(self) -> None:
+        """Forgets all, and overwrites it: a masked NaN would still spread, since 0 · NaN is NaN."""
+        self.truncate(0)
+        for tensor in self._store.keys + self._store.values:
+            tensor[self._rows] = 0
+
+    def allocate(self, call: int) -> None:
+        """Takes all the memory now that calls of up to `call` tokens can ever need, so that none is missing later."""
+        limit = row_capacity(self.config, self.max_seq_len, call)
+        self._reserve(limit, limit)
 
     @torch.inference_mode(False)  # see _reserve
     def copy(self) -> "KVCache":
         """A cache with the same content and nothing shared: two calls may continue one prefix."""
-        twin = KVCache(
-            self.config, self.batch_size, self.max_seq_len, dtype=self._keys[0].dtype, device=self.lengths.device
+        keys, lengths = self._store.keys[0], self.lengths
+        twin = KVCache(self.config, self.batch_size, self.max_seq_len, dtype=keys.dtype, device=lengths.device)
+        twin._store = _Store(
+            keys=[tensor[self._rows].clone() for tensor in self._store.keys],
+            values=[tensor[self._rows].clone() for tensor in self._store.values],
+            lengths=lengths.clone(),
+            first=self._store.first[self._rows].clone(),
         )
-        twin.lengths = self.lengths.clone()
-        twin._keys = [tensor.clone() for tensor in self._keys]
-        twin._values = [tensor.clone() for tensor in self._values]
         return twin
 
+    def _held_positions(self) -> Tensor:
+        """The position that each slot holds, (B, capacity), -1 where none."""
+        last = self.lengths[:, None] - 1  # (B, 1)
+        slots = torch.arange(self.capacity, device=last.device)
+        positions = last - (last - slots) % self.capacity  # the newest one that belongs in this slot
+        return positions.masked_fill(positions < self._store.first[self._rows, None], -1)
+
     @torch.inference_mode(False)  # or a cache first filled in that mode could not be written to outside it
-    def _reserve(self, needed: int) -> None:
+    def _reserve(self, needed: int, limit: int) -> None:
+        """Room for `needed` slots a row; twice of what there was, as far as `limit` allows."""
         if needed <= self.capacity:
             return
-        capacity = min(max(needed, 2 * self.capacity, _FIRST_CAPACITY), self.max_seq_len)
-        for tensors in (self._keys, self._values):
+        whole = copy.copy(self)  # growing moves every row, also when asked for by a view of one
+        whole._rows = slice(0, len(self._store.lengths))
+        held = whole._held_positions() if self.capacity else self._store.lengths.new_empty(len(self._store.lengths), 0)
+        rows, old_slots = (held >= 0).nonzero(as_tuple=True)
+        capacity = min(max(needed, 2 * self.capacity, _FIRST_CAPACITY), limit)
+        new_slots = held[rows, old_slots] % capacity
+        for tensors in (self._store.keys, self._store.values):
             for layer, old in enumerate(tensors):
                 # Zeros, not garbage: a masked key is multiplied by weight 0, and 0 · NaN is NaN.
                 grown = old.new_zeros(old.shape[0], capacity, *old.shape[2:])
-                grown[:, : old.shape[1]] = old
+                grown[rows, new_slots] = old[rows, old_slots]
                 tensors[layer] = grown

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from clockhand.errors import ClockhandError
-from clockhand.model.cache import KVCache
+from clockhand.model import cache as cache_module
+from clockhand.model.cache import KVCache, row_capacity
 from clockhand.model.transformer import Transformer, positions_of_padded
 
 close = dict(rtol=1e-4, atol=1e-4)
@@ -184,6 +185,122 @@ def test_a_cache_filled_in_inference_mode_can_be_continued_outside_it(make_model
         twin = cache.copy()
     for one in (cache, twin):
         torch.testing.assert_close(model(ids[:, 5:], cache=one).logits, model(ids).logits[:, 5:], **close)
+
+
+# ── rows, and windows that slide ───────────────────────────────────────────────────────────────────────────────────
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data(), window=st.sampled_from([0, 1, 4]), slack=st.integers(1, 6))
+def test_whatever_is_done_to_rows_each_stays_as_if_it_were_alone_and_never_forgot(make_model, data, window, slack):
+    """Calls on all rows or one, cuts, copied beginnings, against three lists of ids and a forward without a cache.
+
+    With little slack the ring of a window wraps again and again, grows when a call is wide, and refuses some cuts.
+    """
+    model, held, widest = make_model(sliding_window=window, max_seq_len=200), [[], [], []], 0
+    cache = KVCache(model.config, 3)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cache_module, "SLACK", slack)
+        patch.setattr(cache_module, "_FIRST_CAPACITY", 2)
+        for _ in range(data.draw(st.integers(1, 12), label="actions")):
+            row = data.draw(st.integers(0, 2))
+            view, action = cache.row(row), data.draw(st.sampled_from(["all", "all", "one", "cut", "prefix", "wipe"]))
+            length = data.draw(st.integers(max(0, len(held[row]) - 2 * slack), len(held[row])))
+            if action == "wipe":
+                view.wipe()
+                held[row] = []
+            elif action == "cut" and view.can_truncate(length):
+                view.truncate(length)
+                held[row] = held[row][:length]
+            elif action == "cut":
+                with pytest.raises(ClockhandError, match="are forgotten"):
+                    view.truncate(length)
+            elif action == "prefix" and view.can_truncate(length):
+                target = data.draw(st.integers(0, 2))
+                cache.copy_prefix(row, target, length)
+                held[target] = held[row][:length]
+            width = data.draw(st.integers(1, 9))
+            widest = max(widest, width)
+            new = [torch.randint(0, 37, (data.draw(st.integers(0, width)),)).tolist() for _ in range(3)]
+            if action == "one" or not any(new):
+                new = [[] if b != row else [1] * width for b in range(3)]
+            ids, positions = torch.zeros(3, width, dtype=torch.int64), torch.full((3, width), -1)
+            for b in range(3):
+                if new[b]:
+                    ids[b, -len(new[b]) :] = torch.tensor(new[b])
+                    positions[b, -len(new[b]) :] = torch.arange(len(held[b]), len(held[b]) + len(new[b]))
+            if action == "one":
+                logits = torch.zeros(3, width, 37)
+                logits[row] = model(ids[row : row + 1], cache=view).logits
+            else:
+                logits = model(ids, positions=positions, cache=cache).logits
+            for b in range(3):
+                held[b] = held[b] + new[b]
+                if new[b]:
+                    alone = model(torch.tensor([held[b]])).logits[0, -len(new[b]) :]
+                    torch.testing.assert_close(logits[b, -len(new[b]) :], alone, **close)
+            assert cache.lengths.tolist() == [len(ids) for ids in held]
+            if window:
+                assert cache.capacity <= window - 1 + max(widest, slack)
+
+
+def test_a_sliding_window_costs_the_same_however_long_the_text(make_model, make_ids):
+    model, ids = make_model(sliding_window=5, max_seq_len=2000), make_ids(1, 1000)
+    cache = KVCache(model.config, 1)
+    pieces = [model(piece, cache=cache).logits for piece in ids.split(100, dim=1)]
+    assert cache.capacity == 5 - 1 + 100 == row_capacity(model.config, 2000, call=100)
+    torch.testing.assert_close(torch.cat(pieces, dim=1), model(ids).logits, **close)
+
+
+def test_what_was_allocated_at_first_is_never_outgrown(make_model, make_ids):
+    for window in (0, 5):
+        model = make_model(sliding_window=window, max_seq_len=300)
+        cache = KVCache(model.config, 2)
+        cache.allocate(call=100)
+        before = cache.nbytes
+        for piece in make_ids(2, 300).split(100, dim=1):
+            model(piece, cache=cache)
+        assert cache.nbytes == before == 2 * row_capacity(model.config, 300, call=100) * (2 * 2 * 2 * 8) * 4
+
+
+def test_a_nan_left_behind_would_reach_the_row_s_next_text_but_not_once_it_is_wiped(make_model, make_ids):
+    model, ids = make_model(), make_ids(3, 4)
+    broken = make_model()
+    with torch.no_grad():
+        broken.token_embedding.weight[36] = float("nan")
+    cache = KVCache(model.config, 3)
+    broken(torch.full((3, 4), 36), cache=cache)
+    cache.truncate(0)
+    cache.row(1).wipe()
+    cache.row(2).wipe()
+    # Row 2 is longer, so that what lies beyond the ends of the others is handed to attention, masked.
+    positions = torch.tensor([[-1, -1, 0, 1], [-1, -1, 0, 1], [0, 1, 2, 3]])
+    logits = model(ids, positions=positions, cache=cache).logits
+    assert logits[0].isnan().any()  # control: being masked is not enough
+    torch.testing.assert_close(logits[1, 2:], model(ids[1:2, 2:]).logits[0], **close)
+
+
+def test_a_row_may_have_a_limit_of_its_own(make_model, make_ids):
+    model = make_model(rope_scaling="dynamic", rope_factor=2.0, rope_original_max_seq_len=4)
+    cache = KVCache(model.config, 2, max_seq_len=60)
+    short = cache.row(1, max_seq_len=9)
+    torch.testing.assert_close(model(make_ids(1, 9), cache=short).logits, model(make_ids(1, 9)).logits, **close)
+    with pytest.raises(ClockhandError, match="at most max_seq_len = 9 tokens a row"):
+        model(make_ids(1, 1), cache=short)
+
+
+def test_rows_and_prefixes_that_are_not_there_are_refused(make_model, make_ids):
+    model = make_model(sliding_window=5, max_seq_len=500)
+    cache = KVCache(model.config, 2)
+    model(make_ids(2, 300), cache=cache)
+    model(make_ids(2, 100), cache=cache)
+    with pytest.raises(ClockhandError, match="row = 2 must be between 0 and 1"):
+        cache.row(2)
+    for length in (401, -1, 50):
+        with pytest.raises(ClockhandError, match=f"length = {length} is more than row 0 of 400 tokens still holds"):
+            cache.copy_prefix(0, 1, length)
+    with pytest.raises(ClockhandError, match=r"length = 50 must be 0 or at least 104: .* before 100 are forgotten"):
+        cache.truncate(50)
 
 
 # ── refusals ───────────────────────────────────────────────────────────────────────────────────────────────────────
