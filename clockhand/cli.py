@@ -107,19 +107,20 @@ Settings = Annotated[
 
 SOURCES = "Files or folders of .txt .md .jsonl .csv .parquet (also .gz), builtin:shakespeare, builtin:python."
 Sources = Annotated[list[str], typer.Argument(metavar="SOURCE...", help=SOURCES)]
-TextField = Annotated[str, typer.Option(help="Field or column that holds the text in .jsonl, .csv and .parquet.")]
-GivenTextField = Annotated[
+TextField = Annotated[
     str | None,
     typer.Option(help="Field or column that holds the text in .jsonl, .csv and .parquet.", show_default="text"),
 ]
-Kind = Annotated[str, typer.Option(help="bpe | char | byte: the tokenizer to train.")]
+Kind = Annotated[str | None, typer.Option(help="bpe | char | byte: the tokenizer to train.", show_default="bpe")]
 VocabSize = Annotated[
     int | None, typer.Option(help="Ids of the tokenizer to train.", show_default="4096; all for char")
 ]
 UseTokenizer = Annotated[
     str, typer.Option("--tokenizer", help="Folder or tokenizer.json to use instead of training one.")
 ]
-ValFraction = Annotated[float, typer.Option(help="Share of the text that is held out for validation.")]
+ValFraction = Annotated[
+    float | None, typer.Option(help="Share of the text that is held out for validation.", show_default="0.05")
+]
 
 
 # ── look ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -150,18 +151,19 @@ def inspect(
 def tokenizer_train(
     sources: Sources,
     out: Annotated[Path, typer.Option(help="Folder for tokenizer.json and tokenizer_config.json.")],
-    kind: Kind = "bpe",
+    kind: Kind = None,
     vocab_size: VocabSize = None,
-    text_field: TextField = "text",
+    text_field: TextField = None,
 ) -> None:
     """Train a tokenizer on text."""
     from clockhand.data.corpora import Report, read_documents
     from clockhand.data.tokenizer import Tokenizer
 
     refuse_own_files(sources, "source ")
+    refuse_occupied(out)
     report = Report()
-    documents = read_documents(sources, text_field, report)
-    tokenizer = Tokenizer.train(documents, kind, vocab_size)
+    documents = read_documents(sources, text_field or "text", report)
+    tokenizer = Tokenizer.train(documents, kind or "bpe", vocab_size)
     for _ in documents:  # a byte tokenizer needs none of them, but the report does
         pass
     for line in report.lines():
@@ -210,25 +212,18 @@ def data_prepare(
     sources: Sources,
     out: Annotated[Path, typer.Option(help="The corpus folder to make.")],
     tokenizer: UseTokenizer = "",
-    kind: Kind = "bpe",
+    kind: Kind = None,
     vocab_size: VocabSize = None,
-    text_field: TextField = "text",
-    val_fraction: ValFraction = 0.05,
+    text_field: TextField = None,
+    val_fraction: ValFraction = None,
     seed: Seed = 0,
 ) -> None:
     """Turn text into a corpus: token shards with a tokenizer, held-out text and checksums."""
     from clockhand.data.shards import CorpusSettings, prepare, show
 
     refuse_own_files(sources, "source ")
-    settings = CorpusSettings(
-        sources=tuple(sources),
-        text_field=text_field,
-        tokenizer=tokenizer,
-        kind=kind,
-        vocab_size=vocab_size,
-        val_fraction=val_fraction,
-        seed=seed,
-    )
+    typed = corpus_flags(tokenizer, kind, vocab_size, text_field, val_fraction)
+    settings = CorpusSettings(sources=tuple(sources), seed=seed, **typed)
     with corpus_progress() as progress:
         corpus = prepare(settings, out, progress)
     say_oddities(corpus)
@@ -239,7 +234,7 @@ def data_prepare(
 def data_show(
     folder: Folder,
     document: Annotated[int | None, typer.Option(help="Print this document of the split.")] = None,
-    split: Annotated[str, typer.Option(help="train | val")] = "train",
+    split: Annotated[str | None, typer.Option(help="With --document: train | val.", show_default="train")] = None,
     as_json: Json = False,
 ) -> None:
     """What a corpus holds."""
@@ -247,10 +242,18 @@ def data_show(
 
     corpus = Corpus.open(folder)
     if document is not None:
+        split = split or "train"
         part = corpus.split(split)
         if not 0 <= document < part.n_documents:
             raise ClockhandError(f"--document {document} must be between 0 and {part.n_documents - 1} (split {split})")
-        print(corpus.tokenizer.decode(part.document(document).tolist()))
+        ids = part.document(document).tolist()
+        text = corpus.tokenizer.decode(ids)
+        if as_json:
+            print_json({"split": split, "document": document, "text": text, "ids": ids})
+        else:
+            print(text)
+    elif split is not None:
+        raise ClockhandError(f"--split {split} has no effect without --document")
     elif as_json:
         print_json(show(folder))
     else:
@@ -276,10 +279,10 @@ def train(
     out: Annotated[Path | None, typer.Option(help="The run folder.", show_default="runs/PRESET-DATA")] = None,
     settings: Settings = None,
     tokenizer: UseTokenizer = "",
-    kind: Kind = "bpe",
+    kind: Kind = None,
     vocab_size: VocabSize = None,
-    text_field: TextField = "text",
-    val_fraction: ValFraction = 0.05,
+    text_field: TextField = None,
+    val_fraction: ValFraction = None,
     *,
     fields: dict[str, Any],
 ) -> None:
@@ -300,12 +303,8 @@ def train(
             preset=preset,
             changes=changes,
             progress=progress,
-            tokenizer=tokenizer,
-            kind=kind,
-            vocab_size=vocab_size,
-            text_field=text_field,
-            val_fraction=val_fraction,
             seed=config.seed,
+            **corpus_flags(tokenizer, kind, vocab_size, text_field, val_fraction),
         )
     say_oddities(corpus)
     result = run(model_config_for(preset, changes, corpus.tokenizer), config, corpus, out, make_reporter())
@@ -378,7 +377,7 @@ def generate(
 def evaluate(
     model: Model,
     data: Annotated[str, typer.Option(help=f"{SOURCES} Or a corpus folder, whose held-out text is used.")],
-    text_field: GivenTextField = None,
+    text_field: TextField = None,
     seq_len: Annotated[
         int | None,
         typer.Option(
@@ -545,8 +544,11 @@ def lab(
 ) -> None:
     """The chapters' claims, run: every formula and number of theirs holds, or fails, on this machine."""
     names = claims or []
+    typed = {"--all": everything, "--html": html, "--fresh": fresh, "--model": model, "--text": text}
     if names[:1] == ["ablate"]:
         from clockhand.lab.ablate import run_ablation
+
+        refuse_idle(typed, "with 'ablate'")
 
         if len(names) != 2:
             raise ClockhandError("ablate takes one FIELD=VALUE,VALUE: clockhand lab ablate mlp=swiglu,relu,gelu")
@@ -560,14 +562,18 @@ def lab(
     if model is not None:
         from clockhand.lab.show import look_inside
 
+        without_effect = {name: typed[name] for name in ("--all", "--html", "--fresh")}
+        refuse_idle(without_effect | {"--json": as_json, "--lang": lang != "en"}, "with --model")
         if len(names) != 1 or text is None:
             raise ClockhandError(
                 "--model needs one claim and --text FILE: clockhand lab B20 --model FOLDER --text FILE"
             )
-        look_inside(names[0], model, decoded(text.read_bytes(), f"--text {text}"))
+        look_inside(names[0], model, read_text(text, "--text"))
         return
     if text is not None:
         raise ClockhandError(f"--text {text} has no effect without --model")
+    if names:
+        refuse_idle({"--all": everything}, f"with {' '.join(names)}")
     from clockhand.lab.show import run_claims
 
     raise typer.Exit(run_claims(names, everything, lang, as_json, html, fresh))
@@ -581,7 +587,7 @@ def load(name: str) -> "tuple[Transformer, Tokenizer, tuple[int, ...] | None]":
     from clockhand.data.tokenizer import Tokenizer
     from clockhand.interop.hf import end_ids, find_model_folder, load_model
 
-    folder = find_model_folder(Path(name))
+    folder = find_model_folder(name)
     return load_model(folder), Tokenizer.load(folder), end_ids(folder) or None
 
 
@@ -627,6 +633,25 @@ def print_lengths(answer: dict[str, Any]) -> None:
     print_rich(rows)
 
 
+def corpus_flags(
+    tokenizer: str, kind: str | None, vocab_size: int | None, text_field: str | None, val_fraction: float | None
+) -> dict[str, Any]:
+    """Those settings of a corpus that were typed. `CorpusSettings` has the defaults of the others."""
+    if tokenizer and kind is not None:
+        raise ClockhandError(f"--kind {kind} has no effect with --tokenizer {tokenizer}: none is trained")
+    flags = {"tokenizer": tokenizer or None, "kind": kind, "vocab_size": vocab_size, "text_field": text_field}
+    return {name: value for name, value in {**flags, "val_fraction": val_fraction}.items() if value is not None}
+
+
+def refuse_occupied(out: Path) -> None:
+    """A tokenizer is written beside nothing else: in a model or a corpus it would take the place of theirs."""
+    if out.exists() and not out.is_dir():
+        raise ClockhandError(f"--out {out} is a file, not a folder")
+    others = {path.name for path in out.iterdir()} - {"tokenizer.json", "tokenizer_config.json"} if out.exists() else ()
+    if others:
+        raise ClockhandError(f"--out {out} holds other things than a tokenizer ({min(others)}); name a new folder")
+
+
 def refuse_own_files(sources: list[str], flag: str) -> None:
     """A model or run folder has text files in it, a log and a card, which nobody means when they say text."""
     from clockhand.interop.folders import is_model_folder
@@ -640,11 +665,11 @@ def refuse_own_files(sources: list[str], flag: str) -> None:
 
 def tokenizer_folder(name: str) -> Path:
     """Where the tokenizer of a tokenizer, corpus, model or run folder is."""
-    if (Path(name) / "tokenizer.json").exists() or Path(name).is_file():
+    if name and ((Path(name) / "tokenizer.json").exists() or Path(name).is_file()):
         return Path(name)
     from clockhand.interop.hf import find_model_folder
 
-    return find_model_folder(Path(name))
+    return find_model_folder(name)
 
 
 def read_prompts(prompt: str | None, prompts_file: Path | None) -> list[str]:
@@ -653,8 +678,10 @@ def read_prompts(prompt: str | None, prompts_file: Path | None) -> list[str]:
     if prompt is not None:
         return [prompt]
     if prompts_file is not None:
-        prompts = decoded(prompts_file.read_bytes(), f"--prompts-file {prompts_file}").splitlines()
-        if not prompts:
+        # Not splitlines: a form feed or U+2028 within a prompt ends no line of a file.
+        content = read_text(prompts_file, "--prompts-file").replace("\r\n", "\n")
+        prompts = content.removesuffix("\n").split("\n")
+        if not content:
             raise ClockhandError(f"--prompts-file {prompts_file} is empty: put one prompt on each line")
         return prompts
     if sys.stdin is None:
@@ -662,6 +689,22 @@ def read_prompts(prompt: str | None, prompts_file: Path | None) -> list[str]:
     if sys.stdin.isatty():
         say("(type a prompt, then Ctrl-D)")
     return [decoded(sys.stdin.buffer.read(), "stdin").removesuffix("\n")]
+
+
+def read_text(file: Path, flag: str) -> str:
+    """The UTF-8 text of the file that `flag` names. Raises `ClockhandError` naming both."""
+    try:
+        return decoded(file.read_bytes(), f"{flag} {file}")
+    except OSError as error:
+        raise ClockhandError(f"cannot read {flag} {file}: {error.strerror}") from None
+
+
+def refuse_idle(flags: dict[str, Any], where: str) -> None:
+    """Raises `ClockhandError` for the first of `flags` that was given though nobody reads it `where` we are."""
+    for flag, value in flags.items():
+        if value not in (None, False):
+            given = flag if value is True else f"{flag} {value}"
+            raise ClockhandError(f"{given} has no effect {where}")
 
 
 def decoded(content: bytes, source: str) -> str:
@@ -723,8 +766,8 @@ def say(line: str) -> None:
 
 def say_oddities(corpus: "Corpus") -> None:
     """What was odd in the sources, if anything was."""
-    for kind, oddity in corpus.index["report"]["oddities"].items():
-        say(f"note: {kind}: {oddity['count']:,} (first in {', '.join(oddity['examples'])})")
+    for line in corpus.report.lines():
+        say(f"note: {line}")
 
 
 # ── the way in ─────────────────────────────────────────────────────────────────────────────────────────────────────

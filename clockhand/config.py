@@ -5,7 +5,7 @@ never import torch. Values that follow from others (`n_kv_heads`, `head_dim`) ar
 cannot exist is refused here; a setting that would have no effect is refused too, because a switch that is accepted and
 ignored is a lie.
 
-How a model is trained is in `train/config.py`, how text is drawn from it in `infer/generate.py`.
+How a model is trained is in `train/config.py`, how text is drawn from it in `infer/settings.py`.
 """
 
 import ast

@@ -7,7 +7,7 @@ at most something hidden, which `remove_leftovers` knows.
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from clockhand.errors import ClockhandError
@@ -56,7 +56,8 @@ def new_file(path: Path) -> Iterator[Path]:
             _to_disk(unfinished)
             unfinished.replace(path)
     finally:
-        unfinished.unlink(missing_ok=True)
+        with suppress(OSError):  # what stands in the way has been said, and of the place, not of this name
+            unfinished.unlink(missing_ok=True)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -92,6 +93,8 @@ def _refusals_of_the_disk(target: Path) -> Iterator[None]:
         yield
     except (OSError, SafetensorError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+        if isinstance(error, (FileExistsError, NotADirectoryError)):
+            reason = f"{error.filename} is a file where a folder is needed"
         raise ClockhandError(f"cannot write '{target}': {reason}; what was there before is whole") from error
 
 

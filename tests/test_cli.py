@@ -164,12 +164,12 @@ def test_the_same_train_command_again_continues_instead_of_starting_over(run, tr
 
 
 def test_a_file_of_prompts_is_one_batch_and_json_tells_how_each_ended(run, trained, tmp_path):
-    (tmp_path / "prompts.txt").write_text("Note 1\nThe clock\n")
+    (tmp_path / "prompts.txt").write_bytes("Note\f\u20281\r\nThe clock\n".encode())
     options = ("--prompts-file", tmp_path / "prompts.txt", "--max-new-tokens", 4, "--temperature", 0)
     code, out, _ = run("generate", trained, *options, "--json")
     rows = json.loads(out)
     assert code == 0
-    assert [row["prompt"] for row in rows] == ["Note 1", "The clock"]
+    assert [row["prompt"] for row in rows] == ["Note\f\u20281", "The clock"], "only \\n ends a line"
     assert all(row["finish_reason"] in ("length", "stop") for row in rows)
 
 
@@ -219,6 +219,9 @@ def test_a_corpus_is_prepared_shown_and_verified_and_a_flipped_byte_is_found(run
     assert run("data", "prepare", notes, "--out", corpus, "--kind", "byte")[0] == 0
     assert "documents" in run("data", "show", corpus)[1]
     assert "the clock turns" in run("data", "show", corpus, "--document", 0)[1]
+    document = json.loads(run("data", "show", corpus, "--document", 0, "--split", "val", "--json")[1])
+    assert "the clock turns" in document["text"]
+    assert (document["split"], document["document"], len(document["ids"]) > 100) == ("val", 0, True)
     assert run("data", "verify", corpus)[0] == 0
 
     shard = corpus / "train-00000.bin"
@@ -305,6 +308,69 @@ class TestRefusals:
         assert_refused(run(*of_text, "--seq-len", 0), "--seq-len 0")
         assert_refused(run(*of_text, "--against-length", "--rope-scaling", "yarn,"), "rope_scaling ''")
 
+    @pytest.mark.parametrize(
+        "flags", [("--kind", "bpe"), ("--text-field", "text"), ("--val-fraction", 0.05), ("--vocab-size", 300)]
+    )
+    def test_flags_of_train_that_make_a_corpus_where_there_is_one(self, run, trained, tmp_path, flags):
+        command = ("train", "--data", trained / "corpus", "--out", tmp_path / "out", *SMALL, *BRIEF)
+        assert_refused(run(*command, *flags), f"{flags[0]} {flags[1]}", "no effect")
+
+    def test_a_kind_beside_a_tokenizer_that_is_given(self, run, trained, notes, tmp_path):
+        given = ("--tokenizer", trained / "final", "--kind", "bpe", "--out", tmp_path / "out")
+        assert_refused(run("train", "--data", notes, *given), "--kind bpe", "--tokenizer")
+        assert_refused(run("data", "prepare", notes, *given), "--kind bpe", "--tokenizer")
+
+    def test_a_split_without_a_document(self, run, trained):
+        assert_refused(run("data", "show", trained / "corpus", "--split", "val"), "--split val", "--document")
+
+    def test_minimind_s_switch_on_another_format(self, run, trained, tmp_path):
+        command = ("import", trained / "final", "--out", tmp_path / "out", "--inference-rope-scaling")
+        assert_refused(run(*command), "--inference-rope-scaling", "format hf")
+        assert not (tmp_path / "out").exists()
+
+    @pytest.mark.parametrize(
+        ("words", "flag"),
+        [
+            (("A10", "--all"), "--all"),
+            (("ablate", "mlp=gelu,relu", "--fresh"), "--fresh"),
+            (("ablate", "mlp=gelu,relu", "--html", "x.html"), "--html x.html"),
+            (("B21", "--model", "x", "--text", "x", "--json"), "--json"),
+        ],
+    )
+    def test_flags_of_lab_that_would_have_no_effect(self, run, words, flag):
+        assert_refused(run("lab", *words), f"{flag} has no effect")
+
+    def test_a_tokenizer_is_not_written_over_that_of_a_model_or_corpus(self, run, trained, notes, tmp_path):
+        before = (trained / "final" / "tokenizer.json").read_bytes()
+        for folder in (trained, trained / "final", trained / "corpus"):
+            assert_refused(run("tokenizer", "train", notes, "--out", folder, "--kind", "char"), f"--out {folder}")
+        assert (trained / "final" / "tokenizer.json").read_bytes() == before
+        (tmp_path / "file").write_text("")
+        assert_refused(run("tokenizer", "train", notes, "--out", tmp_path / "file"), "file, not a folder")
+        for _ in range(2):  # over another tokenizer it may
+            assert run("tokenizer", "train", notes, "--out", tmp_path / "tok", "--kind", "byte")[0] == 0
+
+    def test_a_folder_where_a_file_is_read_names_the_flag(self, run, trained):
+        assert_refused(run("generate", trained, "--prompts-file", trained), "--prompts-file", "Is a directory")
+        look = ("lab", "B21", "--model", trained)
+        assert_refused(run(*look, "--text", trained), "--text", "Is a directory")
+
+    def test_an_empty_name_is_not_the_current_folder(self, run, trained, monkeypatch):
+        monkeypatch.chdir(trained)
+        assert_refused(run("generate", "", "--prompt", "x"), "''")
+        assert_refused(run("tokenizer", "show", ""), "''")
+        assert_refused(run("inspect", ""), "''")
+        monkeypatch.chdir(trained / "corpus")
+        assert_refused(run("train", "--data", "", *SMALL), "''")
+
+    def test_an_export_under_a_file_names_what_was_asked_for(self, run, trained, tmp_path):
+        (tmp_path / "file").write_text("")
+        out = tmp_path / "file" / "model.gguf"
+        assert_refused(run("export", trained, "--out", out), f"'{out}'", f"{out.parent} is a file")
+
+    def test_a_seed_below_zero(self, run, notes, tmp_path):
+        assert_refused(run("data", "prepare", notes, "--out", tmp_path / "corpus", "--seed", -1), "seed = -1")
+
     def test_a_run_or_a_model_is_not_text(self, run, trained, tmp_path):
         for folder in (trained, trained / "final"):
             for command in (
@@ -326,7 +392,8 @@ class TestRefusals:
         before = (trained / "corpus" / "index.json").read_bytes()
         shutil.copy(notes / "1.txt", tmp_path / "other.txt")
         other = ("--data", tmp_path / "other.txt", "--vocab-size", 280, "--out", trained)
-        assert_refused(run("train", *other, *SMALL, *BRIEF), str(trained), "other text", "--out")
+        go_on = f"go on with --data {trained / 'corpus'}"
+        assert_refused(run("train", *other, *SMALL, *BRIEF), str(trained), "other text", "--out", go_on)
         assert (trained / "corpus" / "index.json").read_bytes() == before
 
     def test_a_resumed_run_says_what_of_its_corpus_is_damaged(self, run, trained, notes):

@@ -112,7 +112,10 @@ def sources_fingerprint(sources: Iterable[str | Path]) -> str:
     """SHA-256 of path, size and time of change of every file: another value when the text may be another."""
     stamps = []
     for file in find_files(sources):
-        status = file.path.stat()
+        try:
+            status = file.path.stat()
+        except OSError as error:  # a link to nothing, say
+            raise ClockhandError(f"cannot read {file.name}: {error.strerror}") from None
         stamps.append([str(file.path.resolve()), file.format, status.st_size, status.st_mtime_ns])
     return hashlib.sha256(json.dumps(stamps).encode()).hexdigest()
 
@@ -218,7 +221,8 @@ class _FileReader:
                 self._note(f"row without field '{self.text_field}'", number)
 
     def _csv(self, stream: BinaryIO) -> Iterator[tuple[int, Any]]:
-        csv.field_size_limit(sys.maxsize)  # the module's own limit, 128 KB, is less than a chapter
+        # The module's own limit, 128 KB, is less than a chapter. It is a C long, which on Windows has 32 bits.
+        csv.field_size_limit(2**31 - 1)
         lines = (self._decode(line, number) for number, line in enumerate(stream, 1))
         rows = csv.DictReader(lines)
         if self._has_field(rows.fieldnames or []):

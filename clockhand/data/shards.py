@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 
 from clockhand.config import require
-from clockhand.data.corpora import Report, read_documents, sources_fingerprint
+from clockhand.data.corpora import Oddity, Report, read_documents, sources_fingerprint
 from clockhand.data.tokenizer import Tokenizer
 from clockhand.disk import new_folder
 from clockhand.errors import ClockhandError, unknown_name
@@ -65,6 +65,7 @@ class CorpusSettings:
     def __post_init__(self) -> None:
         require(self, "val_fraction", 0 < self.val_fraction <= 0.5, "above 0 and at most 0.5")
         require(self, "shard_tokens", self.shard_tokens >= 1, "at least 1")
+        require(self, "seed", 0 <= self.seed < 2**63, "0 or more and below 2**63")
         if self.tokenizer:
             unread = "left out where a tokenizer is given"
             require(self, "kind", self.kind == "bpe", unread)
@@ -155,6 +156,13 @@ class Corpus:
     @cached_property
     def tokenizer(self) -> Tokenizer:
         return Tokenizer.load(self.folder)
+
+    @property
+    def report(self) -> Report:
+        """What was found when the sources were read."""
+        kept = self.index["report"]
+        oddities = {kind: Oddity(**oddity) for kind, oddity in kept["oddities"].items()}
+        return Report(**{**kept, "oddities": oddities})
 
     def split(self, name: str) -> "Split":
         """The part called "train" or "val"."""
@@ -412,4 +420,6 @@ def _seal(index: dict[str, Any]) -> str:
 def is_corpus(folder: str | Path) -> bool:
     """Whether it was once written as a corpus, whole or not."""
     file = Path(folder) / "index.json"
+    if folder == "":  # which Path takes for the current folder
+        return False
     return file.is_file() and FORMAT.encode() in file.read_bytes()

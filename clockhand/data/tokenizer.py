@@ -21,6 +21,7 @@ import codecs
 import hashlib
 import json
 import re
+import shutil
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import cached_property
@@ -125,11 +126,19 @@ class Tokenizer:
         return tokenizer
 
     def save(self, folder: str | Path) -> None:
-        """Writes tokenizer.json and tokenizer_config.json, each beside its place first and then moved into it."""
+        """Writes tokenizer.json and tokenizer_config.json, each beside its place first and then moved into it.
+
+        Raises `ClockhandError` when the disk refuses; a folder that was made for them is gone again then.
+        """
         folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        write_text(folder / "tokenizer.json", self._backend.to_str(pretty=True))
-        write_text(folder / "tokenizer_config.json", json.dumps(self.config, indent=2, ensure_ascii=False))
+        is_new = not folder.exists()
+        try:
+            write_text(folder / "tokenizer.json", self._backend.to_str(pretty=True))
+            write_text(folder / "tokenizer_config.json", json.dumps(self.config, indent=2, ensure_ascii=False))
+        except ClockhandError:
+            if is_new:
+                shutil.rmtree(folder, ignore_errors=True)
+            raise
 
     def encode(self, text: str, bos: bool = False, eos: bool = False) -> list[int]:
         """The ids of `text`, never a special one. `bos` and `eos` add that token where the tokenizer has one."""

@@ -43,6 +43,8 @@ def find_model_folder(path: str | Path) -> Path:
 
     Raises `ClockhandError` that says what was found instead.
     """
+    if path == "":  # which Path takes for the current folder
+        raise ClockhandError("the name of a model folder or a run folder is needed, not ''")
     path = Path(path)
     if not path.exists():
         raise ClockhandError(f"'{path}' does not exist; a model folder or a run folder is needed")

@@ -102,6 +102,10 @@ def import_model(
     MiniMind's switch: YaRN by 16 from 2048 positions. Raises `ClockhandError`, and then nothing is written.
     """
     found = read(Path(source), Path(tokenizer) if tokenizer else None)
+    if inference_rope_scaling and found.format != "minimind":
+        raise ClockhandError(
+            f"--inference-rope-scaling is MiniMind's switch, but '{source}' is of the format {found.format}"
+        )
     model = minimind.with_inference_rope_scaling(found.model) if inference_rope_scaling else found.model
     files = hf.find_model_folder(source) if found.format == "hf" and found.tokenizer and tokenizer is None else None
     card = f"Imported by clockhand from {Path(source).name}, a model in the format {found.format}."

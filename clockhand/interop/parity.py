@@ -9,12 +9,15 @@ same order, so logits differ by rounding; what is allowed, and how far beyond it
 `EXACT` and `ROUNDED_KL`.
 """
 
+import ctypes
 import dataclasses
+import functools
 import importlib.metadata
 import importlib.util
 import json
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -264,8 +267,11 @@ class InTransformers:
         self.name = "transformers"
         self.exact = True
         self.versions = {"transformers": transformers.__version__}
-        self._tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-        self._model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        transformers.utils.logging.set_verbosity_error()  # its bars and warnings are no part of the passport
+        transformers.utils.logging.disable_progress_bar()
+        with _opening("transformers", folder):
+            self._tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+            self._model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
     def encode(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False))
@@ -293,20 +299,22 @@ class InLlamaCpp:
         # Even with f16 weights it rounds activations, so only f32 is the same arithmetic.
         self.exact = gguf.is_f32(file)
         self.versions = {"llama-cpp-python": llama_cpp.__version__}
-        self._llama = llama_cpp.Llama(
-            str(file),
-            n_ctx=LONGEST_PROMPT + GREEDY_TOKENS,
-            logits_all=True,
-            type_k=llama_cpp.GGML_TYPE_F32,  # its cache is f16 unless told otherwise
-            type_v=llama_cpp.GGML_TYPE_F32,
-            # Negative: what the file says, where this binding would put its own defaults.
-            yarn_attn_factor=-1.0,
-            yarn_beta_fast=-1.0,
-            yarn_beta_slow=-1.0,
-            n_threads=torch.get_num_threads(),
-            n_threads_batch=torch.get_num_threads(),
-            verbose=False,
-        )
+        _silence_llama_cpp()
+        with _opening("llama.cpp", file):
+            self._llama = llama_cpp.Llama(
+                str(file),
+                n_ctx=LONGEST_PROMPT + GREEDY_TOKENS,
+                logits_all=True,
+                type_k=llama_cpp.GGML_TYPE_F32,  # its cache is f16 unless told otherwise
+                type_v=llama_cpp.GGML_TYPE_F32,
+                # Negative: what the file says, where this binding would put its own defaults.
+                yarn_attn_factor=-1.0,
+                yarn_beta_fast=-1.0,
+                yarn_beta_slow=-1.0,
+                n_threads=torch.get_num_threads(),
+                n_threads_batch=torch.get_num_threads(),
+                verbose=False,
+            )
 
     def encode(self, text: str) -> list[int]:
         return list(self._llama.tokenize(text.encode(), add_bos=False, special=False))
@@ -345,6 +353,25 @@ class ReadBack:
 
     def greedy(self, ids: list[int], count: int) -> list[int]:
         return _greedy(self._model, ids, count)[0]
+
+
+@contextmanager
+def _opening(program: str, path: Path) -> Iterator[None]:
+    """What another program raises for a file that it cannot open, in one line; it may raise anything."""
+    try:
+        yield
+    except Exception as error:
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        raise ClockhandError(f"{program} cannot open '{path}': {reason}") from error
+
+
+@functools.cache  # which keeps the callback alive: llama.cpp goes on calling it until the process ends
+def _silence_llama_cpp() -> object:
+    import llama_cpp
+
+    callback = llama_cpp.llama_log_callback(lambda level, text, data: None)
+    llama_cpp.llama_log_set(callback, ctypes.c_void_p(0))
+    return callback
 
 
 def _installed(module: str) -> bool:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from clockhand.disk import write_text
+from clockhand.errors import ClockhandError
 from clockhand.lab.chapters import CHAPTERS, SECTIONS, Section
 from clockhand.lab.claim import VERDICT_NAMES, Claim, Text, Value, Verdict, show
 from clockhand.lab.figures import FIGURES, PALETTE, TRANSLATIONS, write_figures
@@ -29,8 +30,12 @@ Outcomes = Mapping[str, Outcome]
 
 def write_report(path: Path, outcomes: Outcomes, lang: str = "en") -> None:
     """Writes the page, and its figures as SVG and PNG into `figures/` beside it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    drawn = write_figures(path.parent / "figures", outcomes)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        drawn = write_figures(path.parent / "figures", outcomes)
+    except OSError as error:
+        where = error.filename or path.parent / "figures"
+        raise ClockhandError(f"cannot write {where}: {error.strerror}") from None
     write_text(path, page(outcomes, {name: inline(name, svg) for name, svg in drawn.items()}, lang))
 
 

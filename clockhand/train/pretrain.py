@@ -28,14 +28,13 @@ def corpus_for(
     """The corpus that a run in `out` trains on: a corpus folder as it is, or text made into `out`/corpus.
 
     A corpus already there is used again if these settings would make the same. `settings` are those of
-    `CorpusSettings`; without a `vocab_size` the preset's is aimed at. Raises `ClockhandError`.
+    `CorpusSettings` that somebody asked for; a corpus folder takes none of them but the run's `seed`. Without a
+    `vocab_size` the preset's is aimed at. Raises `ClockhandError`.
     """
     if len(sources) == 1 and is_corpus(sources[0]):
-        idle = [name for name in ("tokenizer", "vocab_size") if settings.get(name)]
-        if idle:
-            raise ClockhandError(
-                f"--{idle[0].replace('_', '-')} has no effect: '{sources[0]}' is a corpus with a tokenizer"
-            )
+        for name in sorted(settings.keys() - {"seed"}):  # a run's seed decides more than what is held out
+            flag = f"--{name.replace('_', '-')} {settings[name]}"
+            raise ClockhandError(f"{flag} has no effect: '{sources[0]}' is a corpus, already made")
         return Corpus.open(sources[0])
     if not settings.get("tokenizer") and settings.get("kind", "bpe") == "bpe" and settings.get("vocab_size") is None:
         settings["vocab_size"] = changes.get("vocab_size", preset_settings(preset)["vocab_size"])
@@ -48,7 +47,7 @@ def corpus_for(
         Corpus.open(folder)  # a damaged one is told as such
         raise ClockhandError(
             f"the run in {out} was started on other text, or with another tokenizer, text field, val_fraction "
-            "or seed; give the same, or another --out"
+            f"or seed; give the same, or another --out, or go on with --data {folder}"
         )
     return prepare(wanted, folder, progress)
 

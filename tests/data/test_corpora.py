@@ -207,6 +207,12 @@ def test_the_fingerprint_changes_with_the_files(tmp_path: Path):
 # What is already on this machine
 
 
+def test_a_link_to_nothing_is_said_to_be_unreadable(tmp_path: Path):
+    (tmp_path / "text.txt").symlink_to("nothing")
+    with pytest.raises(ClockhandError, match=r"^cannot read .*text.txt: No such file"):
+        sources_fingerprint([tmp_path])
+
+
 def test_markup_of_a_play_becomes_plain_dialogue():
     play = (
         "# Hamlet\n\n## ACT I\n\n### SCENE I. Elsinore.\n\n_Enter to him BERNARDO,\nwith others_\n\n"

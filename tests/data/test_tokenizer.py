@@ -370,3 +370,16 @@ def test_a_broken_tokenizer_config_is_refused(content: str, tmp_path: Path):
     (tmp_path / "tokenizer_config.json").write_text(content)
     with pytest.raises(ClockhandError, match=r"tokenizer_config\.json"):
         Tokenizer.load(tmp_path)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a disk that is always full")
+def test_a_full_disk_leaves_no_folder_without_its_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def refuse(path: Path, *_: object, **__: object) -> None:
+        with open("/dev/full", "w") as file:
+            file.write("x")
+
+    tokenizer = Tokenizer.train([], "byte")
+    monkeypatch.setattr(Path, "write_text", refuse)
+    with pytest.raises(ClockhandError, match="No space left on device"):
+        tokenizer.save(tmp_path / "tok")
+    assert list(tmp_path.iterdir()) == []

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -180,3 +181,19 @@ def test_the_sample_of_llama2c_goes_through_all_formats_with_parity(shared_data:
     for found in parity.validate(tmp_path / "aid").comparisons:
         assert found.passed, found.verdict
         assert found.first_differing_token is None
+
+
+@pytest.mark.peers
+def test_what_another_program_cannot_open_is_one_line(words, tmp_path):
+    hf.save_model(model(), tmp_path / "model", words)
+    shutil.copytree(tmp_path / "model", tmp_path / "broken")
+    (tmp_path / "broken" / "tokenizer.json").write_text("{}")
+    with pytest.raises(ClockhandError, match=r"^transformers cannot open '.*broken': \S.*$"):
+        parity.validate(tmp_path / "model", tmp_path / "broken")
+
+
+@pytest.mark.peers
+def test_other_programs_keep_their_bars_and_warnings_to_themselves(words, tmp_path, capfd):
+    hf.save_model(model(max_seq_len=128), tmp_path / "model", words)
+    parity.validate(tmp_path / "model")
+    assert capfd.readouterr() == ("", "")
