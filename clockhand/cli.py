@@ -287,7 +287,9 @@ def train(
     fields: dict[str, Any],
 ) -> None:
     """Train a model on text. The same command again continues a run that was stopped."""
+    from clockhand.data.shards import Corpus
     from clockhand.train.loop import train as run
+    from clockhand.train.parallel import joined
     from clockhand.train.pretrain import corpus_for, model_config_for
     from clockhand.train.progress import make_reporter
 
@@ -296,18 +298,27 @@ def train(
     refuse_own_files(data, "--data ")
     model_config_for(preset, changes)  # a mistake in the model is told before any text is read
     out = out or Path("runs") / f"{preset}-{Path(data[0].removeprefix('builtin:')).name.split('.')[0]}"
-    with corpus_progress() as progress:
-        corpus = corpus_for(
-            data,
-            out,
-            preset=preset,
-            changes=changes,
-            progress=progress,
-            seed=config.seed,
-            **corpus_flags(tokenizer, kind, vocab_size, text_field, val_fraction),
-        )
-    say_oddities(corpus)
-    result = run(model_config_for(preset, changes, corpus.tokenizer), config, corpus, out, make_reporter())
+
+    def corpus_folder() -> str:
+        with corpus_progress() as progress:
+            corpus = corpus_for(
+                data,
+                out,
+                preset=preset,
+                changes=changes,
+                progress=progress,
+                seed=config.seed,
+                **corpus_flags(tokenizer, kind, vocab_size, text_field, val_fraction),
+            )
+        say_oddities(corpus)
+        return str(corpus.folder)
+
+    with joined(config) as ranks:
+        corpus = Corpus.open(ranks.once(corpus_folder))
+        model_config = model_config_for(preset, changes, corpus.tokenizer)
+        result = run(model_config, config, corpus, out, make_reporter(), ranks)
+    if not ranks.leads:
+        return
     print(
         f"{out / 'final'}: validation loss {result.loss:.4f} nats per token, {result.bits_per_byte:.4f} bits per byte"
         f"\nnext: clockhand generate {out} --prompt '...'"

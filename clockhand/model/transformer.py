@@ -112,9 +112,13 @@ class Transformer(nn.Module):
         # A post-norm block ends in a norm of its own.
         self.final_norm = make_norm(config, config.d_model) if config.norm_position == "pre" else nn.Identity()
         self.lm_head = nn.Linear(config.d_model, config.vocab_size, bias=False)
-        if config.tie_embeddings:
-            self.lm_head.weight = self.token_embedding.weight
+        self.tie()
         initialise(self)
+
+    def tie(self) -> None:
+        """Makes the head the embedding matrix, if the config says so; again after the parameters were replaced."""
+        if self.config.tie_embeddings:
+            self.lm_head.weight = self.token_embedding.weight
 
     def forward(
         self,
@@ -251,19 +255,23 @@ def positions_of_padded(is_token: Tensor) -> Tensor:
 
 
 def initialise(model: Transformer) -> None:
-    """All initial values in one place.
+    """Draws all parameters, in their order."""
+    for name, parameter in model.named_parameters():
+        draw_parameter(model.config, name, parameter)
+
+
+def draw_parameter(config: ModelConfig, name: str, parameter: Tensor) -> None:
+    """All initial values in one place: those of the parameter that is called `name`.
 
     Matrices and embeddings are normal with `init_std`; the two projections that write into the residual stream are
     smaller by 1/√(2·layers), so that its variance does not grow with depth (Radford et al. 2019). Norms start at 1,
     biases at 0.
     """
-    std = model.config.init_std
-    for name, parameter in model.named_parameters():
-        if name.endswith("bias"):
-            nn.init.zeros_(parameter)
-        elif parameter.dim() == 1:
-            nn.init.ones_(parameter)
-        elif name.endswith(("o_proj.weight", "down_proj.weight")):
-            nn.init.normal_(parameter, std=std / math.sqrt(2 * model.config.n_layers))
-        else:
-            nn.init.normal_(parameter, std=std)
+    if name.endswith("bias"):
+        nn.init.zeros_(parameter)
+    elif parameter.dim() == 1:
+        nn.init.ones_(parameter)
+    elif name.endswith(("o_proj.weight", "down_proj.weight")):
+        nn.init.normal_(parameter, std=config.init_std / math.sqrt(2 * config.n_layers))
+    else:
+        nn.init.normal_(parameter, std=config.init_std)

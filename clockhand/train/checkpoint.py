@@ -20,13 +20,15 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from clockhand.data.tokenizer import Tokenizer
 from clockhand.disk import new_folder
 from clockhand.errors import ClockhandError
 from clockhand.interop.hf import load_model, save_model
 from clockhand.model.transformer import Transformer
-from clockhand.train.optim import load_optimizer_tensors, optimizer_tensors
+from clockhand.train.optim import load_optimizer_tensors
+from clockhand.train.parallel import put
 
 STATE_FILE, TENSORS_FILE = "training.json", "training.safetensors"
 
@@ -43,17 +45,18 @@ class Checkpoint:
 
 
 def save_checkpoint(
-    root: Path, model: Transformer, optimizer: torch.optim.Optimizer, tokenizer: Tokenizer, state: dict[str, Any]
+    root: Path, model: Transformer, memory: dict[str, Tensor], tokenizer: Tokenizer, state: dict[str, Any]
 ) -> Path:
     """Writes `root/step-...` with everything a run needs to go on; returns that folder.
 
-    `state` holds the plain values, `step` among them. Raises `ClockhandError` when the disk refuses; what was there
-    before is untouched then, and nothing half-written stays.
+    `memory` is what the optimizer remembers (`optimizer_tensors`); `state` holds the plain values, `step` among them.
+    Raises `ClockhandError` when the disk refuses; what was there before is untouched then, and nothing half-written
+    stays.
     """
     folder = root / f"step-{state['step']:08d}"
     with new_folder(folder) as unfinished:
         save_model(model, unfinished, tokenizer)
-        save_file(optimizer_tensors(model, optimizer), unfinished / TENSORS_FILE)
+        save_file(memory, unfinished / TENSORS_FILE)
         files = {path.name: _size_and_hash(path) for path in sorted(unfinished.iterdir())}
         (unfinished / STATE_FILE).write_text(json.dumps({**state, "files": files}, indent=2) + "\n", encoding="utf-8")
     return folder
@@ -90,7 +93,9 @@ def open_checkpoint(folder: Path) -> Checkpoint:
 
 def restore(checkpoint: Checkpoint, model: Transformer, optimizer: torch.optim.Optimizer) -> None:
     """Puts the weights and the optimizer's memory of a verified checkpoint in place."""
-    model.load_state_dict(load_model(checkpoint.folder).state_dict())
+    saved = dict(load_model(checkpoint.folder).named_parameters())
+    for name, parameter in model.named_parameters():
+        put(parameter, saved[name])
     load_optimizer_tensors(model, optimizer, load_file(checkpoint.folder / TENSORS_FILE))
 
 

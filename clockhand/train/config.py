@@ -11,10 +11,11 @@ from clockhand.config import check_types, require
 AUTO = -1
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("float32", "bfloat16")
+PARALLEL = ("auto", "none", "ddp", "fsdp")
 
 # fmt: off
 MAY_CHANGE = frozenset({
-    "steps", "warmup_steps", "device",
+    "steps", "warmup_steps", "device", "parallel",
     "eval_every", "eval_windows", "save_every", "keep_last", "sample_every", "sample_prompt", "sample_tokens",
 })
 # fmt: on
@@ -28,7 +29,7 @@ class TrainConfig:
     steps: int = 1000
     """Updates in the whole run."""
     batch_size: int = 8
-    """B: rows in a micro-batch."""
+    """B: rows in a micro-batch, those of all processes together."""
     accumulate: int = 1
     """Micro-batches whose gradients make one update."""
     seq_len: int = 256
@@ -39,6 +40,8 @@ class TrainConfig:
     """float32 | bfloat16: precision of the matrix products. Weights, their gradients and the loss are always fp32."""
     device: str = "auto"
     """auto | cpu | cuda. auto is cuda where there is one."""
+    parallel: str = "auto"
+    """auto | none | ddp | fsdp: how processes that torchrun has started share the work. auto is ddp then, else none."""
 
     learning_rate: float = 1e-3
     """The peak, reached after the warm-up."""
@@ -94,6 +97,7 @@ class TrainConfig:
         require(self, "adam_eps", self.adam_eps > 0, "above 0")
         require(self, "dtype", self.dtype in DTYPES, " | ".join(DTYPES))
         require(self, "device", self.device in DEVICES, " | ".join(DEVICES))
+        require(self, "parallel", self.parallel in PARALLEL, " | ".join(PARALLEL))
         require(self, "min_lr_ratio", 0 <= self.min_lr_ratio <= 1, "in [0, 1]")
 
     def _settle(self, name: str, value: int) -> None:

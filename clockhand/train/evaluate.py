@@ -10,7 +10,7 @@ guessing it costs what it costs.
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 
@@ -26,7 +26,7 @@ from clockhand.data.shards import Corpus, is_corpus
 from clockhand.data.tokenizer import Tokenizer
 from clockhand.errors import ClockhandError
 from clockhand.model.transformer import Transformer
-from clockhand.train.loss import IGNORE_INDEX, batch_loss
+from clockhand.train.loss import IGNORE_INDEX, batch_loss, count_targets
 
 LONGEST_UNASKED = 1024  # tokens of a window, where nobody has said how long
 TOKENS_AT_ONCE = 8192
@@ -63,20 +63,24 @@ def perplexity(loss: float) -> float:
 
 @torch.no_grad()
 def evaluate(
-    model: Transformer, batches: Iterable[Batch], token_bytes: np.ndarray, dtype: str = "float32"
+    model: Transformer,
+    batches: Iterable[Batch],
+    token_bytes: np.ndarray,
+    dtype: str = "float32",
+    nats_of: Callable[[Batch], float] | None = None,
 ) -> Evaluation:
     """The language-model loss of `model` on `batches`, without dropout; the model is left in the mode it was in.
 
-    `token_bytes` (V,) says how many bytes of text each id stands for. Raises `ClockhandError` when there is no target
+    `token_bytes` (V,) says how many bytes of text each id stands for. `nats_of` replaces the way
+    to the Σ -ln p of a batch, for those who share the work. Raises `ClockhandError` when there is no target
     with text in it.
     """
     nats, tokens, text_bytes = 0.0, 0, 0
     was_training = model.training
     model.eval()
     for batch in batches:
-        loss, _ = batch_loss(model, batch, dtype)
-        nats += loss.total.item()
-        tokens += loss.count
+        nats += nats_of(batch) if nats_of else batch_loss(model, batch, dtype)[0].total.item()
+        tokens += count_targets(batch.targets)
         text_bytes += int(token_bytes[batch.targets[batch.targets != IGNORE_INDEX].numpy()].sum())
     model.train(was_training)
     if text_bytes == 0:

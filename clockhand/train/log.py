@@ -48,6 +48,14 @@ class RunLog:
             raise ClockhandError(f"cannot write {self.path}: {error.strerror}; the checkpoints are whole") from error
 
 
+class NoLog:
+    """In place of the log where another process writes it."""
+
+    def write(self, row: dict[str, Any]) -> None: ...
+    def sync(self) -> None: ...
+    def close(self) -> None: ...
+
+
 def read_log(path: Path) -> list[dict[str, Any]]:
     """The rows of a log, up to the first line that is not whole (a process may have died while writing it)."""
     if not path.exists():

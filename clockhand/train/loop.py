@@ -16,6 +16,7 @@ What a step optimises is in `loss.py` and `optim.py`, what it costs in `schedule
 """
 
 import math
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,21 +28,21 @@ import numpy as np
 import torch
 
 from clockhand.config import ModelConfig
-from clockhand.data.loader import TrainWindows, ValidationWindows
+from clockhand.data.loader import Batch, TrainWindows, ValidationWindows
 from clockhand.data.shards import Corpus
 from clockhand.errors import ClockhandError
 from clockhand.infer.generate import generate_text
 from clockhand.infer.settings import Sampling
 from clockhand.interop.hf import save_model
-from clockhand.model.transformer import Transformer
 from clockhand.train import run_folder
-from clockhand.train.checkpoint import newest_checkpoint, remove_old, restore, save_checkpoint
+from clockhand.train.checkpoint import Checkpoint, newest_checkpoint, remove_old, restore, save_checkpoint
 from clockhand.train.config import TrainConfig
 from clockhand.train.evaluate import Evaluation, evaluate
 from clockhand.train.interrupt import Interrupted, stop_on_signals
-from clockhand.train.log import RunLog
-from clockhand.train.loss import batch_loss, count_targets
-from clockhand.train.optim import clip_gradients, make_optimizer, set_learning_rate
+from clockhand.train.log import NoLog, RunLog
+from clockhand.train.loss import count_targets
+from clockhand.train.optim import clip_gradients, make_optimizer, optimizer_tensors, set_learning_rate
+from clockhand.train.parallel import Ranks
 from clockhand.train.progress import Reporter
 from clockhand.train.schedule import learning_rate
 
@@ -55,24 +56,33 @@ def train(
     corpus: Corpus,
     out: Path,
     reporter: Reporter | None = None,
+    ranks: Ranks | None = None,
 ) -> Evaluation:
     """Trains a model in the run folder `out` and writes `out/final`; goes on from the newest whole checkpoint there.
 
-    Returns the last evaluation. Raises `Interrupted` after SIGINT or SIGTERM, with everything saved, and
-    `ClockhandError` for what cannot be honoured.
+    `ranks` are the processes that share the work (`parallel.joined`). Returns the last evaluation. Raises `Interrupted`
+    after SIGINT or SIGTERM, with everything saved, and `ClockhandError` for what cannot be honoured.
     """
-    return Trainer(model_config, train_config, corpus, Path(out), reporter or Reporter()).run()
+    return Trainer(model_config, train_config, corpus, Path(out), reporter or Reporter(), ranks).run()
 
 
 class Trainer:
     """One run: what it is made of, and the steps it takes."""
 
     def __init__(
-        self, model_config: ModelConfig, config: TrainConfig, corpus: Corpus, out: Path, reporter: Reporter
+        self,
+        model_config: ModelConfig,
+        config: TrainConfig,
+        corpus: Corpus,
+        out: Path,
+        reporter: Reporter,
+        ranks: Ranks | None = None,
     ) -> None:
         """Stands at step 0, or where the newest whole checkpoint in `out` was."""
         _refuse_misfits(model_config, config, corpus)
-        self.config, self.corpus, self.out, self.reporter = config, corpus, out, reporter
+        self.ranks = ranks or Ranks()
+        self.config, self.corpus, self.out = config, corpus, out
+        self.reporter = reporter if self.ranks.leads else Reporter()
         self.windows = TrainWindows(corpus, config.batch_size, config.seq_len, config.seed)
         self.held_out = ValidationWindows(corpus, config.batch_size, config.seq_len, config.eval_windows)
         self.plan = {
@@ -81,8 +91,7 @@ class Trainer:
             "data": run_folder.describe_data(corpus),
         }
 
-        torch.manual_seed(config.seed)
-        self.model = Transformer(model_config).to(_device(config))
+        self.model, self.loss_of = self.ranks.build(model_config, config.seed, config.dtype, _device(config))
         self.optimizer = make_optimizer(self.model, config)
         self.step = self.saved_step = 0  # updates so far, and at the newest checkpoint
         self.earlier_seconds = 0.0  # that earlier processes of this run have spent
@@ -90,6 +99,18 @@ class Trainer:
         self._open()
 
     def _open(self) -> None:
+        found = self.ranks.once(self._open_folder)
+        if found is not None:
+            checkpoint = Checkpoint(Path(found["folder"]), found["state"])
+            restore(checkpoint, self.model, self.optimizer)
+            self.step = self.saved_step = checkpoint.step
+            self.earlier_seconds = checkpoint.state["seconds"]
+            self.reporter.note(f"resuming {self.out} at step {self.step}")
+        self.log = RunLog(self.out / "log.jsonl", self.step) if self.ranks.leads else NoLog()
+        self.started = time.perf_counter()
+
+    def _open_folder(self) -> dict[str, Any] | None:
+        """Makes the run folder, or says which verified checkpoint in it to go on from."""
         run_folder.open_run_folder(self.out)
         checkpoint = newest_checkpoint(self.out / "checkpoints", self.reporter.note)
         if checkpoint is not None:
@@ -97,23 +118,18 @@ class Trainer:
             if checkpoint.step > self.config.steps:
                 reached = f"the run in {self.out} has already made {checkpoint.step}"
                 raise ClockhandError(f"steps = {self.config.steps} but {reached}")
-            restore(checkpoint, self.model, self.optimizer)
-            self.step = self.saved_step = checkpoint.step
-            self.earlier_seconds = checkpoint.state["seconds"]
-            self.reporter.note(f"resuming {self.out} at step {self.step}")
         run_folder.write_run_config(self.out, self.plan)
-        self.log = RunLog(self.out / "log.jsonl", self.step)
-        self.started = time.perf_counter()
+        return None if checkpoint is None else {"folder": str(checkpoint.folder), "state": checkpoint.state}
 
     def run(self) -> Evaluation:
         """Takes all steps that are left."""
         config = self.config
         with self._reporting(), stop_on_signals() as request:
             while True:
-                if request.signum is not None:
+                if signum := self.ranks.max(request.signum or 0):
                     self.save()
                     self.reporter.note(f"saved at step {self.step}")
-                    raise Interrupted(request.signum)
+                    raise Interrupted(signum)
 
                 row: dict[str, Any] = {"step": self.step, "time": round(self.seconds, 3)}
                 if self.is_due(config.eval_every):
@@ -132,7 +148,9 @@ class Trainer:
                 if finished:
                     break
                 self.step += 1
-            save_model(self.model, self.out / "final", self.corpus.tokenizer)
+            whole = self.ranks.whole(self.model)
+            if self.ranks.leads and whole is not None:
+                save_model(whole, self.out / "final", self.corpus.tokenizer)
             return evaluation
 
     def is_due(self, every: int) -> bool:
@@ -151,15 +169,19 @@ class Trainer:
         targets = sum(count_targets(batch.targets) for batch in batches)
         rate = learning_rate(self.step, config)
         set_learning_rate(self.optimizer, rate)
-        torch.manual_seed(step_seed(config.seed, self.step))
+        torch.manual_seed(step_seed(config.seed, self.step, self.ranks.rank))
 
         loss = balance_loss = 0.0
-        for batch in batches:
-            summed, balance = batch_loss(self.model, batch, config.dtype)
-            share = summed.count / max(targets, 1)  # of this micro-batch in the step
-            (summed.total / max(targets, 1) + share * balance).backward()
-            loss += summed.total.item() / max(targets, 1)
+        for micro, batch in enumerate(batches, 1):
+            mine = self.ranks.share(batch)
+            share = count_targets(mine.targets) / max(targets, 1)  # of these rows in the step
+            with self.ranks.synchronising(self.loss_of, now=micro == config.accumulate):
+                total, balance = self.loss_of(mine)
+                # Wrapped for several ranks, gradients come out as their mean over the ranks; what is meant is the sum.
+                (self.ranks.size * (total / max(targets, 1) + share * balance)).backward()
+            loss += total.item() / max(targets, 1)
             balance_loss += share * balance.item()
+        loss, balance_loss = self.ranks.sum(loss, balance_loss)
         norm = clip_gradients(self.model.parameters(), config.clip_norm)
         self._apply(targets, loss, norm)
         self.optimizer.zero_grad()
@@ -193,18 +215,26 @@ class Trainer:
             )
 
     def evaluate(self) -> Evaluation:
-        return evaluate(self.model, self.held_out, self.corpus.tokenizer.token_bytes, self.config.dtype)
+        token_bytes = self.corpus.tokenizer.token_bytes
+        return evaluate(self.model, self.held_out, token_bytes, self.config.dtype, self._nats)
+
+    def _nats(self, batch: Batch) -> float:
+        total, _ = self.loss_of(self.ranks.share(batch))
+        return self.ranks.sum(total.item())[0]
 
     def sample(self) -> str:
-        """The prompt and the model's continuation of it, at every step with the same luck."""
+        """The prompt and the model's continuation of it, at every step with the same luck; nothing but on rank 0."""
         tokenizer, config = self.corpus.tokenizer, self.config
+        model = self.ranks.whole(self.model)
+        if model is None or not self.ranks.leads:
+            return ""
         # An empty text begins from bos, and not every foreign tokenizer has one.
         prompt = config.sample_prompt or ("\n" if tokenizer.bos_id is None else "")
-        self.model.eval()
+        model.eval()
         completion = generate_text(
-            self.model, tokenizer, prompt, SAMPLING, max_new_tokens=config.sample_tokens, seed=config.seed
+            model, tokenizer, prompt, SAMPLING, max_new_tokens=config.sample_tokens, seed=config.seed
         )
-        self.model.train()
+        model.train()
         return prompt + completion.text
 
     def save(self) -> None:
@@ -214,8 +244,10 @@ class Trainer:
         self.log.sync()  # a checkpoint must not be newer than the log it continues
         root = self.out / "checkpoints"
         state = {"step": self.step, "seconds": self.seconds, **self.plan}
-        save_checkpoint(root, self.model, self.optimizer, self.corpus.tokenizer, state)
-        remove_old(root, self.config.keep_last, self.step)
+        memory, whole = optimizer_tensors(self.model, self.optimizer), self.ranks.whole(self.model)
+        if self.ranks.leads and whole is not None:
+            save_checkpoint(root, whole, memory, self.corpus.tokenizer, state)
+            remove_old(root, self.config.keep_last, self.step)
         self.saved_step = self.step
 
     @contextmanager
@@ -228,16 +260,20 @@ class Trainer:
             self.log.close()
 
 
-def step_seed(seed: int, step: int) -> int:
-    """The seed of torch's generator within one step: two numbers mixed into one of 32 bits."""
-    return int(np.random.SeedSequence((seed, step)).generate_state(1)[0])
+def step_seed(seed: int, step: int, rank: int = 0) -> int:
+    """The seed of torch's generator within one step: the numbers mixed into one of 32 bits. Ranks drop out apart."""
+    return int(np.random.SeedSequence((seed, step, rank) if rank else (seed, step)).generate_state(1)[0])
 
 
 def _device(config: TrainConfig) -> torch.device:
     found = torch.cuda.is_available()
     if config.device == "cuda" and not found:
         raise ClockhandError("device = 'cuda' but torch finds none here; use auto or cpu")
-    return torch.device("cuda" if found and config.device != "cpu" else "cpu")
+    if not found or config.device == "cpu":
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+    torch.cuda.set_device(device)
+    return device
 
 
 def _refuse_misfits(model_config: ModelConfig, config: TrainConfig, corpus: Corpus) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from clockhand.errors import ClockhandError
 from clockhand.train.config import TrainConfig
+from clockhand.train.parallel import gathered, sliced_like
 
 
 def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
@@ -38,19 +39,20 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 def clip_gradients(parameters: Iterable[Tensor], max_norm: float) -> float:
     """Shortens the gradient of all parameters together to `max_norm` (0 is off). Returns its length before that.
 
-    A length that is not finite is only reported, and the gradients left as they are.
+    A length that is not finite is only reported, and the gradients left as they are. Of parameters that are sliced over
+    several processes it is the length of the whole.
     """
     parameters = list(parameters)
-    norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    norm = gathered(nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
     if max_norm > 0 and torch.isfinite(norm):
         nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
     return float(norm)
 
 
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Everything the optimizer remembers, under names like `exp_avg/blocks.0.mlp.up_proj.weight`."""
+    """Everything the optimizer remembers, whole, under names like `exp_avg/blocks.0.mlp.up_proj.weight`."""
     return {
-        f"{key}/{name}": tensor
+        f"{key}/{name}": gathered(tensor)
         for name, parameter in model.named_parameters()
         for key, tensor in optimizer.state.get(parameter, {}).items()
     }
@@ -63,4 +65,4 @@ def load_optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, t
         key, _, name = path.partition("/")
         if name not in parameters:
             raise ClockhandError(f"the optimizer state holds '{path}' but the model has no parameter '{name}'")
-        optimizer.state[parameters[name]][key] = tensor.to(parameters[name].device)
+        optimizer.state[parameters[name]][key] = sliced_like(parameters[name], tensor)

@@ -27,7 +27,8 @@ def save(model_config, corpus, tmp_path):
     optimizer.step()
 
     def at(step: int):
-        return save_checkpoint(tmp_path, model, optimizer, corpus.tokenizer, {"step": step})
+        memory = optimizer_tensors(model, optimizer)
+        return save_checkpoint(tmp_path, model, memory, corpus.tokenizer, {"step": step})
 
     at.model, at.optimizer = model, optimizer
     return at
