@@ -27,7 +27,8 @@ The loss is in `train/loss.py`: this file does not know what the model is for.
 """
 
 import math
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -97,6 +98,11 @@ class Block(nn.Module):
         return x + update if self.config.residual else update
 
 
+def run_block(block: Block, *arguments: Any) -> tuple[Tensor, Tensor]:
+    """How a model runs each of its blocks, unless its `run_block` is set to another way (training compiles one)."""
+    return block(*arguments)
+
+
 class Transformer(nn.Module):
     """P(next id | ids so far) for every position at once."""
 
@@ -109,6 +115,7 @@ class Transformer(nn.Module):
         self.position_embedding = nn.Embedding(config.max_seq_len, config.d_model) if learned else None
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layers))
+        self.run_block: Callable[..., tuple[Tensor, Tensor]] = run_block
         # A post-norm block ends in a norm of its own.
         self.final_norm = make_norm(config, config.d_model) if config.norm_position == "pre" else nn.Identity()
         self.lm_head = nn.Linear(config.d_model, config.vocab_size, bias=False)
@@ -168,7 +175,7 @@ class Transformer(nn.Module):
 
             balance_loss = x.new_zeros((), dtype=torch.float32)
             for layer, block in enumerate(self.blocks):
-                x, balance = block(x, turned, sees, is_token, cache, layer)
+                x, balance = self.run_block(block, x, turned, sees, is_token, cache, layer)
                 balance_loss = balance_loss + balance
             return HiddenOutput(self.final_norm(x), self.config.balance_coef * balance_loss)
 

@@ -15,7 +15,7 @@ PARALLEL = ("auto", "none", "ddp", "fsdp")
 
 # fmt: off
 MAY_CHANGE = frozenset({
-    "steps", "warmup_steps", "device", "parallel",
+    "steps", "warmup_steps", "device", "parallel", "checkpoint_activations",
     "eval_every", "eval_windows", "save_every", "keep_last", "sample_every", "sample_prompt", "sample_tokens",
 })
 # fmt: on
@@ -42,6 +42,8 @@ class TrainConfig:
     """auto | cpu | cuda. auto is cuda where there is one."""
     parallel: str = "auto"
     """auto | none | ddp | fsdp: how processes that torchrun has started share the work. auto is ddp then, else none."""
+    checkpoint_activations: bool = False
+    """Keep only the input of each block for the backward pass, and compute the rest again: less memory, more time."""
 
     learning_rate: float = 1e-3
     """The peak, reached after the warm-up."""

@@ -44,6 +44,7 @@ from clockhand.train.loss import count_targets
 from clockhand.train.optim import clip_gradients, make_optimizer, optimizer_tensors, set_learning_rate
 from clockhand.train.parallel import Ranks
 from clockhand.train.progress import Reporter
+from clockhand.train.recompute import recomputing
 from clockhand.train.schedule import learning_rate
 
 MAX_SKIPPED_IN_A_ROW = 5
@@ -92,6 +93,8 @@ class Trainer:
         }
 
         self.model, self.loss_of = self.ranks.build(model_config, config.seed, config.dtype, _device(config))
+        if config.checkpoint_activations:
+            self.model.run_block = recomputing(self.model.run_block)
         self.optimizer = make_optimizer(self.model, config)
         self.step = self.saved_step = 0  # updates so far, and at the newest checkpoint
         self.earlier_seconds = 0.0  # that earlier processes of this run have spent
