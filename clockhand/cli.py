@@ -287,7 +287,10 @@ def train(
     fields: dict[str, Any],
 ) -> None:
     """Train a model on text. The same command again continues a run that was stopped."""
+    import torch
+
     from clockhand.data.shards import Corpus
+    from clockhand.memory import refuse_beyond_memory
     from clockhand.train.loop import train as run
     from clockhand.train.parallel import joined
     from clockhand.train.pretrain import corpus_for, model_config_for
@@ -296,7 +299,9 @@ def train(
     config = TrainConfig(**fields)
     changes = parse_settings(ModelConfig, settings or [])
     refuse_own_files(data, "--data ")
-    model_config_for(preset, changes)  # a mistake in the model is told before any text is read
+    first = model_config_for(preset, changes)  # a mistake in the model is told before any text is read
+    if config.device == "cpu" or not torch.cuda.is_available():
+        refuse_beyond_memory(first)
     out = out or Path("runs") / f"{preset}-{Path(data[0].removeprefix('builtin:')).name.split('.')[0]}"
 
     def corpus_folder() -> str:
@@ -860,6 +865,9 @@ def outcome(error: Exception) -> tuple[int, str | None]:
         return 0, ""
     if isinstance(error, ClockhandError):
         return 1, f"error: {error}"
+    full = ("not enough memory", "out of memory")  # torch has no exception of its own for the first
+    if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and any(map(str(error).__contains__, full))):
+        return 1, "error: not enough memory; a smaller model, batch_size or seq_len needs less (--debug shows where)"
     if isinstance(error, OSError) and error.strerror:
         where = f" '{error.filename}'" if error.filename else ""
         return 1, f"error: {error.strerror}{where}"

@@ -5,12 +5,14 @@ at most something hidden, which `remove_leftovers` knows.
 """
 
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from clockhand.errors import ClockhandError
+from clockhand.lock import is_running
 
 HIDDEN = ".unfinished"
 REPLACED = ".replaced"
@@ -74,6 +76,15 @@ def remove_leftovers(root: Path) -> None:
             shutil.rmtree(leftover)
         else:
             leftover.unlink()
+
+
+def remove_leftovers_of(folder: Path) -> None:
+    """Removes what processes that died while they wrote `folder` have left beside it."""
+    name = re.compile(rf"{re.escape(HIDDEN)}-(\d+)-{re.escape(folder.name)}")
+    for path in folder.parent.glob(f"{HIDDEN}-*"):
+        if (match := name.fullmatch(path.name)) and not is_running(int(match[1])):
+            _finish_exchange(path)
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _finish_exchange(hidden: Path) -> None:

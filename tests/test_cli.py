@@ -368,6 +368,38 @@ class TestRefusals:
         out = tmp_path / "file" / "model.gguf"
         assert_refused(run("export", trained, "--out", out), f"'{out}'", f"{out.parent} is a file")
 
+    def test_a_model_that_no_memory_holds_is_told_before_any_text_is_read(self, run, notes, tmp_path):
+        wide = ("--set", "d_model=1200000", "--set", "d_ff=1200000", "--out", tmp_path / "run")
+        assert_refused(run("train", "--data", notes, *wide), "parameters needs", "GiB")
+        assert not (tmp_path / "run").exists()
+
+    @pytest.mark.parametrize(
+        "error", [MemoryError(), RuntimeError("DefaultCPUAllocator: not enough memory: you tried")]
+    )
+    def test_memory_that_runs_out(self, run, monkeypatch, error):
+        def fail(*_):
+            raise error
+
+        monkeypatch.setattr("clockhand.inspection.resolve", fail)
+        assert_refused(run("inspect", "tiny"), "not enough memory")
+
+    def test_a_batch_beyond_all_bounds(self, run, notes):
+        assert_refused(run("train", "--data", notes, "--batch-size", 2**30), f"batch_size = {2**30}", "2**31")
+        assert_refused(run("train", "--data", notes, "--accumulate", 2**40), f"accumulate = {2**40}", "2**31")
+
+    def test_a_run_folder_that_another_process_trains_in(self, run, trained, notes):
+        from clockhand.lock import release
+
+        code = "import sys, pathlib as p; from clockhand.lock import take; print(take(p.Path(sys.argv[1])), flush=True)"
+        code += "; input()"
+        release(trained / ".lock")
+        holder = subprocess.Popen([sys.executable, "-c", code, trained / ".lock"], stdin=-1, stdout=-1, text=True)
+        assert holder.stdout.readline() == "True\n"
+        same = ("train", "--data", notes, *SMALL, *BRIEF, "--vocab-size", 280, "--out", trained, "--steps", 5)
+        assert_refused(run(*same), str(trained), "in use")
+        holder.communicate("")
+        assert run(*same)[0] == 0
+
     def test_a_seed_below_zero(self, run, notes, tmp_path):
         assert_refused(run("data", "prepare", notes, "--out", tmp_path / "corpus", "--seed", -1), "seed = -1")
 

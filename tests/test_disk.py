@@ -2,10 +2,12 @@
 
 import errno
 import os
+import subprocess
+import sys
 
 import pytest
 
-from clockhand.disk import new_file, new_folder, remove_leftovers, write_text
+from clockhand.disk import new_file, new_folder, remove_leftovers, remove_leftovers_of, write_text
 from clockhand.errors import ClockhandError
 
 
@@ -51,3 +53,13 @@ def test_a_process_that_died_within_the_exchange_leaves_the_new_folder(tmp_path)
     write_text(tmp_path / ".unfinished-9-model" / ".replaced" / "weights", "old")
     remove_leftovers(tmp_path)
     assert everything_in(tmp_path) == {"model/weights": "new"}
+
+
+def test_what_a_dead_process_left_of_a_folder_goes_and_what_a_living_one_makes_stays(tmp_path):
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    write_text(tmp_path / f".unfinished-{dead.pid}-corpus" / "corpus" / "index.json", "half")
+    write_text(tmp_path / f".unfinished-{dead.pid}-my-corpus" / "my-corpus" / "index.json", "of another")
+    write_text(tmp_path / f".unfinished-{os.getpid()}-corpus" / "corpus" / "index.json", "being written")
+    remove_leftovers_of(tmp_path / "corpus")
+    assert sorted(everything_in(tmp_path).values()) == ["being written", "of another"]

@@ -76,9 +76,16 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     """Reads `training.json` and verifies every file it names. Raises `ClockhandError` naming the first wrong file."""
     try:
         state = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
-        files, _ = state["files"], state["step"]
-    except (OSError, ValueError, TypeError, KeyError):
-        raise ClockhandError(f"{folder / STATE_FILE} is missing or damaged") from None
+        files, step = state["files"], state["step"]
+        whole = all(type(file["size"]) is int and isinstance(file["sha256"], str) for file in files.values())
+        whole = whole and all(isinstance(state[section], dict) for section in ("model", "train", "data"))
+        whole = whole and isinstance(state["data"]["sha256"], str) and isinstance(state["seconds"], (int, float))
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        whole = False
+    if not whole:
+        raise ClockhandError(f"{folder / STATE_FILE} is missing or damaged")
+    if type(step) is not int or step != _step_of(folder):
+        raise ClockhandError(f"{folder / STATE_FILE} has step = {step!r}, which is not that of its folder")
     for name, expected in files.items():
         path = folder / name
         if not path.is_file():

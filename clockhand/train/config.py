@@ -81,6 +81,9 @@ class TrainConfig:
         check_types(self)
         for name in ("steps", "batch_size", "accumulate", "seq_len", "eval_windows", "sample_tokens"):
             require(self, name, getattr(self, name) >= 1, "at least 1")
+        most = "so small that a step reads fewer than 2**31 tokens"
+        require(self, "batch_size", self.batch_size * self.seq_len < 2**31, most)
+        require(self, "accumulate", self.tokens_per_step < 2**31, most)
         require(self, "learning_rate", self.learning_rate > 0, "above 0")
         self._settle("warmup_steps", min(self.steps // 10, 200))
         self._settle("eval_every", min(max(self.steps // 10, 1), 500))

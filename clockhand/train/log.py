@@ -57,15 +57,21 @@ class NoLog:
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:
-    """The rows of a log, up to the first line that is not whole (a process may have died while writing it)."""
+    """The rows of a log, up to the first line that is not whole (a process may have died while writing it).
+
+    Raises `ClockhandError` for a line that is whole and yet none that `RunLog` writes: somebody else has.
+    """
     if not path.exists():
         return []
     rows = []
-    for line in path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]:
+    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1], 1):
         try:
-            rows.append(json.loads(line))
-        except ValueError:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
             break
+        if not isinstance(row, dict) or type(row.get("step")) is not int:
+            raise ClockhandError(f"line {number} of {path} has no step; take it out, or move the file away")
+        rows.append(row)
     return rows
 
 

@@ -34,6 +34,7 @@ from clockhand.errors import ClockhandError
 from clockhand.infer.generate import generate_text
 from clockhand.infer.settings import Sampling
 from clockhand.interop.hf import save_model
+from clockhand.memory import refuse_beyond_memory
 from clockhand.train import run_folder
 from clockhand.train.checkpoint import Checkpoint, newest_checkpoint, remove_old, restore, save_checkpoint
 from clockhand.train.config import TrainConfig
@@ -92,7 +93,10 @@ class Trainer:
             "data": run_folder.describe_data(corpus),
         }
 
-        self.model, self.loss_of = self.ranks.build(model_config, config.seed, config.dtype, _device(config))
+        device = _device(config)
+        if device.type == "cpu":
+            refuse_beyond_memory(model_config)
+        self.model, self.loss_of = self.ranks.build(model_config, config.seed, config.dtype, device)
         if config.checkpoint_activations:
             self.model.run_block = recomputing(self.model.run_block)
         self.optimizer = make_optimizer(self.model, config)
@@ -261,6 +265,7 @@ class Trainer:
         finally:
             self.reporter.stop()
             self.log.close()
+            run_folder.let_go(self.out)
 
 
 def step_seed(seed: int, step: int, rank: int = 0) -> int:

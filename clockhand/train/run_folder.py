@@ -22,7 +22,10 @@ import clockhand
 from clockhand.data.shards import Corpus
 from clockhand.disk import remove_leftovers, write_text
 from clockhand.errors import ClockhandError
+from clockhand.lock import release, take
 from clockhand.train.config import MAY_CHANGE
+
+LOCK = ".lock"
 
 
 def trained_seq_len(folder: str | Path) -> int | None:
@@ -38,13 +41,18 @@ def is_run_folder(folder: Path) -> bool:
 
 
 def open_run_folder(out: Path) -> None:
-    """Makes `out`, or makes sure that it is a run folder, and tidies it. Raises `ClockhandError` if it is another."""
+    """Makes `out`, or makes sure that it is a run folder, and tidies it; it is then ours until `let_go`.
+
+    Raises `ClockhandError` if it is something else, or another process is at work there.
+    """
     if out.exists() and not out.is_dir():
         raise ClockhandError(f"--out {out} is a file, not a folder")
     if out.exists() and not is_run_folder(out) and not _is_yet_unused(out):
         raise ClockhandError(f"--out {out} holds other things than a training run; name a new or empty folder")
     try:
         (out / "checkpoints").mkdir(parents=True, exist_ok=True)
+        if not take(out / LOCK):
+            raise ClockhandError(f"--out {out} is in use: another process is training there")
         remove_leftovers(out)
         remove_leftovers(out / "checkpoints")
     except OSError as error:
@@ -80,6 +88,11 @@ def refuse_changes(out: Path, started: Mapping[str, Any], asked: Mapping[str, An
     if started["data"]["sha256"] != asked["data"]["sha256"]:
         folders = f"{asked['data']['folder']} is not, or is no longer, {started['data']['folder']}"
         raise ClockhandError(f"the run in {out} was started with other data ({folders}); give that, or another --out")
+
+
+def let_go(out: Path) -> None:
+    """The run in `out` is over for this process, and another may go on with it."""
+    release(out / LOCK)
 
 
 def _is_yet_unused(out: Path) -> bool:

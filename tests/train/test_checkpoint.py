@@ -16,6 +16,8 @@ from clockhand.train.checkpoint import newest_checkpoint, open_checkpoint, remov
 from clockhand.train.config import TrainConfig
 from clockhand.train.optim import make_optimizer, optimizer_tensors
 
+PLAN = {"seconds": 1.0, "model": {}, "train": {}, "data": {"folder": "data", "sha256": "0"}}
+
 
 @pytest.fixture
 def save(model_config, corpus, tmp_path):
@@ -28,7 +30,7 @@ def save(model_config, corpus, tmp_path):
 
     def at(step: int):
         memory = optimizer_tensors(model, optimizer)
-        return save_checkpoint(tmp_path, model, memory, corpus.tokenizer, {"step": step})
+        return save_checkpoint(tmp_path, model, memory, corpus.tokenizer, {"step": step, **PLAN})
 
     at.model, at.optimizer = model, optimizer
     return at
@@ -149,3 +151,26 @@ def test_training_json_holds_the_hash_of_every_other_file(save):
     folder = save(1)
     files = json.loads((folder / "training.json").read_text())["files"]
     assert sorted(files) == [name for name in names(folder) if name != "training.json"]
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"step": "2"}, "has step = '2', which is not that of its folder"),
+        ({"step": 7}, "has step = 7, which is not that of its folder"),
+        ({"seconds": "long"}, "is missing or damaged"),
+        ({"train": []}, "is missing or damaged"),
+        ({"files": {"config.json": 5}}, "is missing or damaged"),
+    ],
+)
+def test_a_state_with_wrong_values_is_skipped_with_a_warning(save, tmp_path, changed, message):
+    save(1)
+    file = save(2) / "training.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changed}))
+    warnings = []
+    newest = newest_checkpoint(tmp_path, warnings.append)
+    assert newest is not None
+    assert newest.step == 1
+    (warning,) = warnings
+    assert message in warning
+    assert str(file) in warning

@@ -66,3 +66,14 @@ def test_a_sample_with_odd_line_ends_stays_on_one_line(tmp_path):
     log.write({"step": 0, "sample": "a\nb\u2028c\x85d\re"})
     log.close()
     assert read_log(tmp_path / "log.jsonl") == [{"step": 0, "sample": "a\nb\u2028c\x85d\re"}]
+
+
+@pytest.mark.parametrize("line", ["{}", '{"step": "1"}', "[1]", "1"])
+def test_a_whole_line_without_a_step_is_named_and_the_file_left_alone(tmp_path, line):
+    path = tmp_path / "log.jsonl"
+    write(path, range(2))
+    path.write_text(path.read_text() + line + "\n")
+    before = path.read_text()
+    with pytest.raises(ClockhandError, match=r"^line 3 of .*log.jsonl has no step"):
+        RunLog(path, 2)
+    assert path.read_text() == before

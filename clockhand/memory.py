@@ -1,0 +1,33 @@
+"""Whether a model fits into this machine, told before anything is built; no torch is needed for it."""
+
+import os
+from contextlib import suppress
+from pathlib import Path
+
+from clockhand.config import ModelConfig
+from clockhand.count import total_parameters
+from clockhand.errors import ClockhandError
+
+TRAINING_BYTES = 16
+"""Of one parameter in training: the weight, its gradient and AdamW's two moments, all fp32. Activations come on top."""
+
+
+def total_memory() -> int | None:
+    """Bytes of memory that this machine, or the container one is in, has in all. None where nobody says."""
+    found = []
+    with suppress(AttributeError, ValueError, OSError):  # Windows has no sysconf
+        found.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    with suppress(OSError, ValueError):  # "max" is no number: no limit
+        found.append(int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return min(found, default=None)
+
+
+def refuse_beyond_memory(config: ModelConfig) -> None:
+    """Raises `ClockhandError` for a model whose training cannot fit, whatever the batch."""
+    needed, there = total_parameters(config) * TRAINING_BYTES, total_memory()
+    if there is not None and needed > there:
+        raise ClockhandError(
+            f"a model of {total_parameters(config):,} parameters needs {needed / 2**30:,.1f} GiB to train "
+            f"({TRAINING_BYTES} bytes each), and this machine has {there / 2**30:,.1f}; take a smaller preset, "
+            "fewer n_layers or a smaller d_model"
+        )

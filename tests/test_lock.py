@@ -1,0 +1,47 @@
+"""A lock keeps other processes out as long as its own lives."""
+
+import os
+import subprocess
+import sys
+
+from clockhand.lock import is_running, release, take
+
+HOLD = (
+    "import sys, pathlib; from clockhand.lock import take; print(take(pathlib.Path(sys.argv[1])), flush=True); input()"
+)
+
+
+def other_process(path):
+    holder = subprocess.Popen([sys.executable, "-c", HOLD, path], stdin=-1, stdout=-1, text=True)
+    return holder, holder.stdout.readline().strip()
+
+
+def test_who_comes_second_is_told_until_the_first_dies(tmp_path):
+    path = tmp_path / ".lock"
+    holder, took = other_process(path)
+    assert took == "True"
+    assert not take(path)
+    holder.kill()
+    holder.communicate()
+    assert take(path)
+    release(path)
+
+
+def test_it_is_ours_as_often_as_we_ask_and_then_anybody_s(tmp_path):
+    path = tmp_path / ".lock"
+    assert take(path)
+    assert take(path)
+    holder, took = other_process(path)
+    assert took == "False"
+    holder.communicate("")
+    release(path)
+    holder, took = other_process(path)
+    assert took == "True"
+    holder.communicate("")
+
+
+def test_a_process_that_has_ended_is_not_running():
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    assert not is_running(ended.pid)
+    assert is_running(os.getpid())
