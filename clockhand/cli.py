@@ -16,7 +16,7 @@ import os
 import sys
 import traceback
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -56,8 +56,11 @@ app.add_typer(data_app, name="data")
 # ── flags that come from the fields of a config ────────────────────────────────────────────────────────────────────
 
 
-def flags_from(config_type: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Gives a verb one flag for every field of `config_type`; it receives those that were typed as `fields`, a dict."""
+def flags_from(config_type: type, but: Collection[str] = ()) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Gives a verb one flag for every field of `config_type`; it receives those that were typed as `fields`, a dict.
+
+    Fields in `but` have a form of their own, which the verb declares.
+    """
     hints, docs = typing.get_type_hints(config_type), field_docs(config_type)
     defaults = {name: field.default for name, field in config_type.__dataclass_fields__.items()}  # type: ignore[attr-defined]
 
@@ -74,6 +77,7 @@ def flags_from(config_type: type) -> Callable[[Callable[..., None]], Callable[..
                 ],
             )
             for name in field_names(config_type)
+            if name not in but
         ]
 
         @functools.wraps(verb)
@@ -348,7 +352,7 @@ def demo(
 
 
 @app.command()
-@flags_from(Sampling)
+@flags_from(Sampling, but=["logit_bias"])
 def generate(
     model: Model,
     prompt: Annotated[

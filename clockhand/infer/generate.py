@@ -14,6 +14,7 @@ A row gets the tokens that it would get alone: nothing it reads depends on its n
 token is drawn is in `sampling.py`; being fast is left to others.
 """
 
+import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,7 +27,9 @@ from torch import Tensor
 from clockhand.config import ModelConfig
 from clockhand.data.tokenizer import StreamDecoder, Tokenizer
 from clockhand.errors import ClockhandError
-from clockhand.infer.sampling import next_token_probabilities, sample
+from clockhand.infer.explain import Explanation, explain
+from clockhand.infer.logprobs import TokenLogprob, token_logprobs
+from clockhand.infer.sampling import draw_numbers, look_up, next_token_probabilities
 from clockhand.infer.settings import PLAIN, Sampling
 from clockhand.model.cache import KVCache
 from clockhand.model.transformer import Transformer
@@ -37,12 +40,21 @@ class Options(TypedDict, total=False):
 
     max_new_tokens: int
     """Tokens to draw for each prompt at most."""
+    min_new_tokens: int
+    """Before so many are drawn no end token can be, and a stop string is text like any other. The context still ends
+    a row."""
     stop_ids: Collection[int] | None
     """End tokens, any of which ends a row. None means the tokenizer's own, if it has one."""
     stop_strings: Collection[str]
     """Texts before which a row's text ends, wherever the borders of its tokens are."""
+    n: int
+    """Completions of each prompt. With n = 3 rows 0, 1, 2 continue the first prompt, rows 3, 4, 5 the second."""
     seed: int
     """Row r of the batch draws as if it were alone with the seed `seed + r`."""
+    logprobs: int | None
+    """Tell how probable the model itself found each token drawn, and so many of the best. None tells nothing."""
+    explain: bool
+    """Tell for each token drawn what every stage of the sampling did to the candidates."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +62,7 @@ class Piece:
     """What one step adds to one row. The texts of a row's pieces, joined, are its completion's text."""
 
     row: int
-    """Which prompt it continues."""
+    """Which row it continues: the number of its prompt; with n completions of each, prompt · n + completion."""
     id: int | None
     """The id drawn. None where the row ended before its first one."""
     text: str
@@ -59,6 +71,10 @@ class Piece:
     """None while the row runs on; in its last piece
     stop: it drew an end token; stop_string: its text came to a stop string;
     length: it has max_new_tokens; context: prompt and new tokens fill the model's max_seq_len."""
+    logprob: TokenLogprob | None = None
+    """Where `logprobs` were asked for, and an id was drawn."""
+    explanation: Explanation | None = None
+    """Where it was asked to `explain`, and an id was drawn."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +87,10 @@ class Completion:
     """All that were drawn, with the end token, or with those that spell the stop string."""
     finish_reason: str
     """stop | stop_string | length | context, as in `Piece`."""
+    logprobs: list[TokenLogprob] | None = None
+    """One for each of `ids`, where they were asked for."""
+    explanations: list[Explanation] | None = None
+    """One for each of `ids`, where they were asked for."""
 
 
 def stream(
@@ -80,9 +100,13 @@ def stream(
     *,
     tokenizer: Tokenizer | None = None,
     max_new_tokens: int = 256,
+    min_new_tokens: int = 0,
     stop_ids: Collection[int] | None = None,
     stop_strings: Collection[str] = (),
+    n: int = 1,
     seed: int = 0,
+    logprobs: int | None = None,
+    explain: bool = False,
 ) -> Iterator[Piece]:
     """Continues every prompt (its ids), and yields a `Piece` for every token drawn. See `Options` for the settings.
 
@@ -93,6 +117,10 @@ def stream(
     config = model.config
     if max_new_tokens < 0:
         raise ClockhandError(f"max_new_tokens = {max_new_tokens} must be 0 or more")
+    if not 0 <= min_new_tokens <= max_new_tokens:
+        raise ClockhandError(f"min_new_tokens = {min_new_tokens} must be from 0 to max_new_tokens = {max_new_tokens}")
+    if n < 1:
+        raise ClockhandError(f"n = {n} must be at least 1")
     if not 0 <= seed < 2**63:
         raise ClockhandError(f"seed = {seed} must be between 0 and 2**63 - 1")
     if stop_ids is None:
@@ -105,9 +133,21 @@ def stream(
     if stop_strings and tokenizer is None:
         raise ClockhandError(f"stop_strings = {stop_strings!r} need a tokenizer: ids alone have no text to look in")
 
+    known_ids = config.vocab_size if tokenizer is None else tokenizer.vocab_size
+    if logprobs is not None and not 0 <= logprobs <= known_ids:
+        raise ClockhandError(f"logprobs = {logprobs} must be from 0 to the {known_ids} ids there are")
+    for id, _ in sampling.logit_bias:
+        if id >= known_ids:
+            raise ClockhandError(f"logit_bias of id {id} is outside the vocabulary of {known_ids} ids")
+    forbidden = {id for id, bias in sampling.logit_bias if bias == -math.inf}
+    if min_new_tokens:
+        forbidden |= set(stop_ids)
+    if len(forbidden) >= known_ids and forbidden.issuperset(range(known_ids)):
+        raise ClockhandError(f"all of the {known_ids} ids are forbidden by logit_bias and min_new_tokens")
+
     rows = []
-    for number, prompt in enumerate(prompts):
-        ids = _checked_prompt(prompt, number, config, tokenizer)
+    for number in range(len(prompts) * n):
+        ids = _checked_prompt(prompts[number // n], number // n, config, tokenizer)
         text = None if tokenizer is None else TextBeforeStop(tokenizer, stop_strings, after=ids[-1])
         room = min(max_new_tokens, config.max_seq_len - len(ids))
         limit = "length" if room == max_new_tokens else "context"
@@ -115,6 +155,8 @@ def stream(
             _Row(
                 number=number,
                 ids=ids,
+                prompt_length=len(ids),
+                min_new_tokens=min_new_tokens,
                 reach=len(ids) + room,
                 limit=limit,
                 stop_ids=frozenset(stop_ids),
@@ -123,8 +165,7 @@ def stream(
                 finish_reason=None if room else limit,
             )
         )
-    known_ids = config.vocab_size if tokenizer is None else tokenizer.vocab_size
-    return _pieces(model, rows, sampling, known_ids)
+    return _pieces(model, rows, sampling, known_ids, logprobs, explain)
 
 
 def generate(
@@ -135,8 +176,11 @@ def generate(
     tokenizer: Tokenizer | None = None,
     **options: Unpack[Options],
 ) -> list[Completion]:
-    """The whole continuation of every prompt (its ids), in their order. Everything else is as in `stream`."""
-    rows: list[list[Piece]] = [[] for _ in prompts]
+    """The whole continuation of every prompt (its ids), in their order, the n of a prompt together.
+
+    Everything else is as in `stream`.
+    """
+    rows: list[list[Piece]] = [[] for _ in range(len(prompts) * max(options.get("n", 1), 0))]
     for piece in stream(model, prompts, sampling, tokenizer=tokenizer, **options):
         rows[piece.row].append(piece)
     return [
@@ -144,6 +188,12 @@ def generate(
             text="".join(piece.text for piece in pieces),
             ids=[piece.id for piece in pieces if piece.id is not None],
             finish_reason=str(pieces[-1].finish_reason),
+            logprobs=None
+            if options.get("logprobs") is None
+            else [piece.logprob for piece in pieces if piece.logprob is not None],
+            explanations=[piece.explanation for piece in pieces if piece.explanation is not None]
+            if options.get("explain")
+            else None,
         )
         for pieces in rows
     ]
@@ -170,9 +220,13 @@ def generate_text(
 ) -> Completion | list[Completion]:
     """Continues one text, or a list of them as one batch: a `Completion` for one, a list of them for a list.
 
+    Several completions (`n`) of one text are those of a list with one text in it.
+
     >>> generate_text(model, tokenizer, "Once upon", Sampling(temperature=0.8), max_new_tokens=20).text
     ' a time there was ...'
     """
+    if isinstance(prompts, str) and options.get("n", 1) != 1:
+        raise ClockhandError(f"n = {options['n']} must be 1 for one text; give a list of texts")
     texts = [prompts] if isinstance(prompts, str) else prompts
     ids = [prompt_ids(tokenizer, text) for text in texts]
     completions = generate(model, ids, sampling, tokenizer=tokenizer, **options)
@@ -199,26 +253,32 @@ class TextBeforeStop:
         self._decoder = StreamDecoder(tokenizer, continues=after not in tokenizer.special_ids)
         self._held = ""
 
-    def push(self, id: int) -> str:
-        """The text that is certain with this id. `stopped` tells whether it was the last."""
-        return self._advance(self._decoder.push(id))
+    def push(self, id: int, may_stop: bool = True) -> str:
+        """The text that is certain with this id. `stopped` tells whether it was the last.
 
-    def flush(self) -> str:
+        Unless it `may_stop`, stop strings that are complete with this id are text like any other, and no part of a
+        later one.
+        """
+        return self._advance(self._decoder.push(id), may_stop)
+
+    def flush(self, may_stop: bool = True) -> str:
         """The text still held back, when no more ids come."""
-        text = self._advance(self._decoder.flush()) + self._held
+        text = self._advance(self._decoder.flush(), may_stop) + self._held
         self._held = ""
         return text
 
-    def _advance(self, more: str) -> str:
+    def _advance(self, more: str, may_stop: bool) -> str:
         if self.stopped:
             return ""
         text, stops = self._held + more, self._stop_strings
         found = [(start + len(stop), start) for stop in stops if (start := text.find(stop)) >= 0]
-        if found:
+        if found and may_stop:
             self.stopped, self._held = True, ""
             _, start = min(found)
             return text[:start]
-        beginnings = (i for i in range(len(text)) if any(stop.startswith(text[i:]) for stop in stops))
+        # Here only those that come too early are in it.
+        first = max((text.rfind(stop) + len(stop) for stop in stops if stop in text), default=0)
+        beginnings = (i for i in range(first, len(text)) if any(stop.startswith(text[i:]) for stop in stops))
         certain = next(beginnings, len(text))
         self._held = text[certain:]
         return text[:certain]
@@ -230,6 +290,8 @@ class _Row:
 
     number: int
     ids: list[int]  # the prompt, and what was drawn since
+    prompt_length: int
+    min_new_tokens: int
     reach: int  # the most ids it may have
     limit: str  # what it means to reach that: length | context
     stop_ids: frozenset[int]
@@ -237,11 +299,16 @@ class _Row:
     generator: torch.Generator
     finish_reason: str | None
 
-    def extend(self, drawn: int) -> Piece:
-        """Takes in the id drawn, and settles whether it was the last."""
+    @property
+    def is_short(self) -> bool:
+        """Whether it has fewer new tokens than it must."""
+        return len(self.ids) - self.prompt_length < self.min_new_tokens
+
+    def extend(self, drawn: int) -> tuple[str, str | None]:
+        """Takes in the id drawn, and settles whether it was the last: a piece's text and finish_reason."""
         self.ids.append(drawn)
-        ended = drawn in self.stop_ids
-        text = "" if ended or self.text is None else self.text.push(drawn)
+        ended, may_stop = drawn in self.stop_ids, not self.is_short
+        text = "" if ended or self.text is None else self.text.push(drawn, may_stop)
         if ended:
             self.finish_reason = "stop"
         elif self.text is not None and self.text.stopped:
@@ -249,11 +316,13 @@ class _Row:
         elif len(self.ids) == self.reach:
             self.finish_reason = self.limit
         if self.finish_reason is not None and self.text is not None:
-            text += self.text.flush()
-        return Piece(self.number, drawn, text, self.finish_reason)
+            text += self.text.flush(may_stop)
+        return text, self.finish_reason
 
 
-def _pieces(model: Transformer, rows: list[_Row], sampling: Sampling, known_ids: int) -> Iterator[Piece]:
+def _pieces(
+    model: Transformer, rows: list[_Row], sampling: Sampling, known_ids: int, logprobs: int | None, explaining: bool
+) -> Iterator[Piece]:
     """The loop."""
     for batch in _batches(model.config, rows):
         for row in batch:
@@ -263,12 +332,33 @@ def _pieces(model: Transformer, rows: list[_Row], sampling: Sampling, known_ids:
         cache = KVCache(model.config, len(batch), max(row.reach for row in batch), weight.dtype, weight.device)
         while running := [slot for slot, row in enumerate(batch) if row.finish_reason is None]:
             # On the CPU from here on, so that a seed means the same draws on every device.
-            logits = _next_logits(model, batch, cache)[running].float().cpu()
-            logits[:, known_ids:] = -torch.inf  # a vocabulary may be padded with ids that stand for nothing
-            probabilities = next_token_probabilities(logits, [batch[slot].ids for slot in running], sampling)
-            drawn = sample(probabilities, [batch[slot].generator for slot in running])
-            for slot, id in zip(running, drawn.tolist()):
-                yield batch[slot].extend(id)
+            model_logits = _next_logits(model, batch, cache)[running].float().cpu()
+            going = [batch[slot] for slot in running]
+            logits = _drawable(model_logits, going, known_ids)
+            history, prompt_lengths = [row.ids for row in going], [row.prompt_length for row in going]
+            probabilities = next_token_probabilities(logits, history, sampling, prompt_lengths)
+            numbers = draw_numbers([row.generator for row in going])
+            drawn = look_up(probabilities, numbers).tolist()
+
+            told: list[TokenLogprob | None] = [None] * len(going)
+            why: list[Explanation | None] = [None] * len(going)
+            if logprobs is not None:
+                told = [*token_logprobs(model_logits, drawn, logprobs, known_ids)]
+            if explaining:
+                why = [*explain(model_logits, logits, history, sampling, prompt_lengths, numbers, drawn)]
+            for row, id, logprob, explanation in zip(going, drawn, told, why):
+                text, finish_reason = row.extend(id)
+                yield Piece(row.number, id, text, finish_reason, logprob, explanation)
+
+
+def _drawable(model_logits: Tensor, rows: list[_Row], known_ids: int) -> Tensor:
+    """The logits (B, V) of the model, but -inf for what must not be drawn."""
+    logits = model_logits.clone()
+    logits[:, known_ids:] = -torch.inf  # a vocabulary may be padded with ids that stand for nothing
+    for each, row in zip(logits, rows):
+        if row.is_short:
+            each[list(row.stop_ids)] = -torch.inf
+    return logits
 
 
 def _batches(config: ModelConfig, rows: list[_Row]) -> list[list[_Row]]:

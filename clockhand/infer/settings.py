@@ -3,9 +3,14 @@
 What the numbers do is in `sampling.py`.
 """
 
+import math
 from dataclasses import dataclass
 
 from clockhand.config import check_types, require
+from clockhand.errors import ClockhandError
+
+MAX_BIAS = 100.0
+"""Of logits that spread over some tens this decides alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,8 +25,16 @@ class Sampling:
     """Keep the fewest best tokens whose probabilities reach this sum. 1 is off."""
     min_p: float = 0.0
     """Keep the tokens at least this probable, relative to the best one. 0 is off."""
+    typical_p: float = 1.0
+    """Keep the tokens whose surprise is nearest to the expected one, up to this sum of probabilities. 1 is off."""
     repetition_penalty: float = 1.0
     """Above 1 makes every token of the prompt and of the text so far less likely. 1 is off."""
+    presence_penalty: float = 0.0
+    """Taken once off the logit of every token drawn so far. 0 is off."""
+    frequency_penalty: float = 0.0
+    """Taken off the logit of a token for every time it was drawn so far. 0 is off."""
+    logit_bias: dict | tuple = ()
+    """{id: bias}: added to the logit of that id; -inf forbids it. Kept as sorted (id, bias) pairs."""
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -29,8 +42,34 @@ class Sampling:
         require(self, "top_k", self.top_k >= 0, "0 (off) or more")
         require(self, "top_p", 0 < self.top_p <= 1, "above 0 and at most 1 (off)")
         require(self, "min_p", 0 <= self.min_p <= 1, "between 0 (off) and 1")
+        require(self, "typical_p", 0 < self.typical_p <= 1, "above 0 and at most 1 (off)")
         # The bounds are far beyond use, and keep every penalized logit a number.
         require(self, "repetition_penalty", 0.01 <= self.repetition_penalty <= 100, "between 0.01 and 100 (1 is off)")
+        for name in ("presence_penalty", "frequency_penalty"):
+            require(self, name, -100 <= getattr(self, name) <= 100, "between -100 and 100 (0 is off)")
+        object.__setattr__(self, "logit_bias", _pairs(self.logit_bias))
+
+    @property
+    def counts_drawn(self) -> bool:
+        """Whether it matters which tokens of the history were drawn, and which are the prompt's."""
+        return self.presence_penalty != 0 or self.frequency_penalty != 0
+
+
+def _pairs(bias: dict | tuple) -> tuple[tuple[int, float], ...]:
+    """A logit bias as it is kept: a value that can be hashed and never changes."""
+    pairs = []
+    for pair in bias.items() if isinstance(bias, dict) else bias:
+        if type(pair) is not tuple or len(pair) != 2 or type(pair[0]) is not int or pair[0] < 0:
+            raise ClockhandError(f"logit_bias {pair!r} must be a pair of an id, 0 or more, and a number")
+        id, value = pair
+        if type(value) not in (int, float) or not (value == -math.inf or -MAX_BIAS <= value <= MAX_BIAS):
+            raise ClockhandError(
+                f"logit_bias of id {id} = {value!r} must be from -{MAX_BIAS:g} to {MAX_BIAS:g}, or -inf"
+            )
+        pairs.append((id, float(value)))
+    if len({id for id, _ in pairs}) < len(pairs):
+        raise ClockhandError(f"logit_bias = {bias!r} must name each id once")
+    return tuple(sorted(pairs))
 
 
 PLAIN = Sampling()

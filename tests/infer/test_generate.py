@@ -256,6 +256,13 @@ def test_what_cannot_be_honoured_is_refused_before_the_first_piece(byte_tokenize
         ([[1], [1] * 17], {}, "prompt 1 has 17 tokens, .* max_seq_len = 16"),
         ([[1]], dict(max_new_tokens=-1), "max_new_tokens = -1"),
         ([[1]], dict(seed=-1), "seed = -1"),
+        ([[1]], dict(min_new_tokens=-1), "min_new_tokens = -1"),
+        ([[1]], dict(min_new_tokens=9, max_new_tokens=8), "min_new_tokens = 9 must be from 0 to max_new_tokens = 8"),
+        ([[1]], dict(min_new_tokens=1, stop_ids=range(64)), "all of the 64 ids are forbidden"),
+        ([[1]], dict(n=0), "n = 0"),
+        ([[1]], dict(logprobs=-1), "logprobs = -1"),
+        ([[1]], dict(logprobs=65), "logprobs = 65 must be from 0 to the 64 ids"),
+        ([[1]], dict(sampling=Sampling(logit_bias={64: 1.0})), "logit_bias of id 64 is outside .* 64 ids"),
         ([[1]], dict(stop_ids=[5, 64]), "end token 64 .* 64 ids"),
         ([[1]], dict(stop_strings=["x"]), "need a tokenizer"),
         ([[1]], dict(stop_strings=["x", ""], tokenizer=byte_tokenizer, stop_ids=[]), "none of them empty"),
@@ -290,6 +297,84 @@ def test_ids_that_the_tokenizer_does_not_know_are_never_drawn(byte_tokenizer):
     assert max(id for row in ids for id in row.ids) < byte_tokenizer.vocab_size
     without = generate(model, prompts, hot, max_new_tokens=40)
     assert max(id for row in without for id in row.ids) >= byte_tokenizer.vocab_size  # the model would draw them
+
+
+# A least length, several completions, and what the model thought
+
+
+def test_no_end_token_is_drawn_before_the_least_length_and_one_may_be_after_it():
+    model = small_model()
+    [free] = generate(model, [[1, 2, 3]], GREEDY, max_new_tokens=20)
+    ends = [free.ids[2], free.ids[9]]
+    for least in (0, 5, 20):
+        [completion] = generate(model, [[1, 2, 3]], GREEDY, max_new_tokens=20, min_new_tokens=least, stop_ids=ends)
+        assert not set(completion.ids[:least]) & set(ends)
+        assert len(completion.ids) > least or least == 20
+        if completion.finish_reason == "stop":
+            assert completion.ids[-1] in ends
+    assert completion.finish_reason == "length"
+    wordy = ScriptedModel([7] * 30, 64)  # would end at once; from then on it says the next best thing
+    [completion] = generate(wordy, [[0]], GREEDY, max_new_tokens=20, min_new_tokens=6, stop_ids=[7, 0])
+    assert completion.ids == [1] * 6 + [7]
+
+
+def test_a_stop_string_before_the_least_length_is_text_and_one_that_ends_later_counts(byte_tokenizer):
+    script = byte_tokenizer.encode("ab, ab, abab")
+    model = ScriptedModel(script, byte_tokenizer.vocab_size)
+
+    def text(least, *stops):
+        [completion] = generate(
+            model, [[0]], GREEDY, tokenizer=byte_tokenizer, min_new_tokens=least, max_new_tokens=12, stop_strings=stops
+        )
+        return completion.text, completion.finish_reason
+
+    assert text(0, "ab") == ("", "stop_string")
+    assert text(2, "ab") == ("", "stop_string")  # it is complete with the second token
+    assert text(3, "ab") == ("ab, ", "stop_string")
+    assert text(7, "ab, ab") == ("ab, ab, abab", "length")  # no part of the early one belongs to a later one
+    assert text(7, "b,") == ("ab, a", "stop_string")
+    assert text(12, "ab") == ("ab, ab, ab", "stop_string")
+    [whole] = generate(model, [[0]], GREEDY, tokenizer=byte_tokenizer, max_new_tokens=3, stop_strings=[", abc"])
+    assert whole.text == "ab,"
+
+
+def test_n_completions_of_a_prompt_are_rows_of_their_own_seeds():
+    model, prompts = small_model(), [[1, 2, 3], [4, 5]]
+    six = generate(model, prompts, PLAIN, max_new_tokens=8, n=3, seed=10)
+    for row, completion in enumerate(six):
+        assert [completion] == generate(model, [prompts[row // 3]], PLAIN, max_new_tokens=8, seed=10 + row)
+    assert len({tuple(completion.ids) for completion in six}) == 6
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(temperature=3.0, top_k=9, logit_bias={3: 5.0})])
+def test_logprobs_are_the_models_own_whatever_is_drawn_from(sampling):
+    model, prompt = small_model(), [1, 2, 3]
+    [completion] = generate(model, [prompt], sampling, max_new_tokens=6, logprobs=4)
+    whole = torch.tensor([prompt + completion.ids])
+    expected = model(whole).logits[0, len(prompt) - 1 : -1].detach().log_softmax(-1)  # (6, V)
+    for id, told, row in zip(completion.ids, completion.logprobs, expected):
+        assert told.id == id
+        assert told.logprob == pytest.approx(float(row[id]), abs=1e-4)
+        best = row.topk(4)
+        assert [pair[0] for pair in told.top] == best.indices.tolist()
+        assert [pair[1] for pair in told.top] == pytest.approx(best.values.tolist(), abs=1e-4)
+    assert generate(model, [prompt], sampling, max_new_tokens=6)[0].logprobs is None
+    assert generate(model, [prompt], sampling, max_new_tokens=6)[0].ids == completion.ids
+
+
+def test_ids_the_tokenizer_does_not_know_are_not_among_the_best(byte_tokenizer):
+    model = small_model(vocab_size=400)
+    [completion] = generate(model, [[1]], tokenizer=byte_tokenizer, max_new_tokens=5, logprobs=261, stop_ids=[])
+    for told in completion.logprobs:
+        assert sorted(id for id, _ in told.top) == list(range(261))
+        assert sum(math.exp(logprob) for _, logprob in told.top) < 0.99  # the others have their share
+
+
+def test_penalties_on_what_was_drawn_leave_the_prompt_alone():
+    model = ScriptedModel([5] * 30, 16)  # says 5 with logit 100 for ever
+    penalized = Sampling(temperature=0, frequency_penalty=40.0)
+    [completion] = generate(model, [[5]], penalized, max_new_tokens=4)
+    assert completion.ids == [5, 5, 5, 0]  # 100, 60 and 20 are above 0, -20 is not
 
 
 # The model is left as it was

@@ -1,6 +1,8 @@
 """How one token is drawn: against transformers, against brute force, and at the edges."""
 
+import dataclasses
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -10,20 +12,26 @@ from transformers import (
     LogitsProcessorList,
     MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
+    TypicalLogitsWarper,
 )
 
 from clockhand.errors import ClockhandError
 from clockhand.infer.sampling import (
+    add_logit_bias,
     apply_temperature,
     keep_min_p,
     keep_top_k,
     keep_top_p,
+    keep_typical,
     next_token_probabilities,
+    penalize_drawn,
     penalize_repetition,
     sample,
+    stages,
 )
 from clockhand.infer.settings import GREEDY, PLAIN, Sampling
 
@@ -36,6 +44,8 @@ samplings = st.builds(
     top_p=st.floats(0.01, 1),
     min_p=st.floats(0, 1),
     repetition_penalty=st.floats(0.5, 2),
+    typical_p=st.floats(0.05, 1),
+    logit_bias=st.dictionaries(st.integers(0, 39), st.floats(-3, 3), max_size=4),
 )
 
 
@@ -60,6 +70,8 @@ def softmax(logits):
 def brute_force(logits, history, sampling):
     """The definition, one row, one id at a time. Also tells whether a decision was too close to call."""
     logits = list(logits)
+    for id, bias in sampling.logit_bias:
+        logits[id] += bias
     for id in set(history):
         penalty = sampling.repetition_penalty
         logits[id] = logits[id] / penalty if logits[id] > 0 else logits[id] * penalty
@@ -79,6 +91,22 @@ def brute_force(logits, history, sampling):
     order = [id for id in order if logits[id] - logits[order[0]] >= math.log(sampling.min_p or 1e-300)]
     final = dict(zip(order, softmax([logits[id] for id in order])))
     close = close or near_a_border(list(final.values()), sampling)
+    if sampling.typical_p < 1:
+        entropy = sum(-p * math.log(p) for p in final.values() if p)
+        distance = {id: abs(-math.log(p) - entropy) for id, p in final.items() if p}
+        reached, typical = 0.0, []
+        for id in sorted(distance, key=lambda id: (distance[id], id)):
+            close = close or abs(reached - sampling.typical_p) < 1e-5
+            if reached < sampling.typical_p:
+                typical.append(id)
+            reached += final[id]
+        # Two that are equally far on either side of the expected surprise: rounding may put either first.
+        far = sorted(distance.items(), key=lambda pair: pair[1])
+        close = close or any(b - a < 1e-5 and abs(final[i] - final[j]) > 1e-9 for (i, a), (j, b) in pairwise(far))
+        # And of equal ones transformers keeps all, we the smaller ids.
+        edge = max(distance[id] for id in typical)
+        close = close or any(abs(distance[id] - edge) < 1e-5 for id in distance if id not in typical)
+        final = dict(zip(typical, softmax([logits[id] for id in typical])))
     return [final.get(id, 0.0) for id in range(len(logits))], close
 
 
@@ -91,21 +119,29 @@ def brute_force(logits, history, sampling):
 @properties
 def test_all_stages_together_equal_the_definition(logits, history, sampling):
     history = [id for id in history if id < len(logits)]
+    bias = {id: value for id, value in sampling.logit_bias if id < len(logits)}
+    sampling = dataclasses.replace(sampling, logit_bias=bias)
     expected, close = brute_force(logits, history, sampling)
     assume(not close)
     got = next_token_probabilities(torch.tensor([logits]), [history], sampling)[0]
     assert got.tolist() == pytest.approx(expected, abs=1e-5)
 
 
-def transformers_probabilities(logits, history, sampling, stages=None):
-    stages = stages or [
+def transformers_probabilities(logits, history, sampling, in_order=None):
+    in_order = in_order or [
+        *(
+            [SequenceBiasLogitsProcessor([[[id], bias] for id, bias in sampling.logit_bias])]
+            if sampling.logit_bias
+            else []
+        ),
         RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty),
         TemperatureLogitsWarper(sampling.temperature),
         *([TopKLogitsWarper(sampling.top_k)] if sampling.top_k else []),
         TopPLogitsWarper(sampling.top_p),
         MinPLogitsWarper(sampling.min_p),
+        *([TypicalLogitsWarper(sampling.typical_p)] if sampling.typical_p < 1 else []),
     ]
-    return LogitsProcessorList(stages)(history, logits.clone()).softmax(-1)
+    return LogitsProcessorList(in_order)(history, logits.clone()).softmax(-1)
 
 
 @given(seed=st.integers(0, 2**32), sampling=samplings, scale=st.floats(0.1, 10))
@@ -133,7 +169,7 @@ def test_the_order_of_the_stages_matters_so_the_comparison_with_transformers_say
 @given(seed=st.integers(0, 2**32), sampling=samplings)
 @properties
 def test_probabilities_of_a_row_do_not_depend_on_its_neighbours(seed, sampling):
-    logits = torch.randn(4, 30, generator=torch.Generator().manual_seed(seed))
+    logits = torch.randn(4, 40, generator=torch.Generator().manual_seed(seed))
     history = [[1, 2, 3], [], [29], [5, 5, 5, 5]]
     together = next_token_probabilities(logits, history, sampling)
     for row in range(4):
@@ -207,11 +243,94 @@ def test_the_penalty_lowers_ids_of_the_history_whatever_their_sign_and_counts_ea
     assert penalize_repetition(logits, [[]], 2.0).tolist() == logits.tolist()
 
 
+def test_the_drawn_penalties_are_openai_s_formula_and_count_what_was_drawn_only():
+    logits, history = torch.randn(2, 6), [[5, 5, 0, 2, 2, 4], [1]]
+    sampling = Sampling(presence_penalty=0.5, frequency_penalty=0.25)
+    *_, (_, got) = stages(logits, history, sampling, prompt_lengths=[2, 1])
+    for row, times in enumerate([[1, 0, 2, 0, 1, 0], [0, 0, 0, 0, 0, 0]]):
+        for id, n in enumerate(times):
+            expected = float(logits[row, id]) - n * 0.25 - float(n > 0) * 0.5
+            assert float(got[row, id]) == pytest.approx(expected, abs=1e-6)
+    assert torch.allclose(penalize_drawn(logits, [ids[2:] for ids in history], 0.5, 0.25)[0], got[0])
+    with pytest.raises(ValueError, match="prompt_lengths"):
+        next_token_probabilities(logits, history, sampling)
+
+
+def test_a_bias_is_added_and_minus_infinity_forbids():
+    logits = torch.tensor([[1.0, 2.0, 3.0], [-math.inf, 0.0, 0.0]])
+    assert add_logit_bias(logits, [(0, 5.0), (2, -math.inf)]).tolist() == [
+        [6.0, 2.0, -math.inf],
+        [-math.inf, 0.0, -math.inf],
+    ]
+    with pytest.raises(ClockhandError, match="logit_bias of id 3 is outside the vocabulary of 3 ids"):
+        add_logit_bias(logits, [(3, 1.0)])
+    with pytest.raises(ClockhandError, match="forbids every token"):
+        next_token_probabilities(logits, [[], []], Sampling(logit_bias={1: -math.inf, 2: -math.inf}))
+
+
+def test_typical_may_leave_out_the_best_token_and_keeps_those_of_expected_surprise():
+    steep = torch.tensor([[0.6, *[0.4 / 8] * 8]]).log()  # entropy 1.50: the best surprises by 0.51, the others by 3.00
+    assert kept(keep_typical(steep, 0.3)) == [{0}]
+    flat = torch.tensor([[0.3, *[0.7 / 14] * 14]]).log()  # entropy 2.46: 1.20 is 1.25 away, 3.00 only 0.54
+    assert kept(keep_typical(flat, 0.29)) == [set(range(1, 7))]
+    assert kept(TypicalLogitsWarper(0.29)(None, flat)) == [set(range(1, 15))]  # which keeps all equals
+    assert kept(keep_typical(flat, 0.7001)) == [set(range(15))]
+
+
+@given(seed=st.integers(0, 2**32), p=st.floats(0.05, 0.99), scale=st.floats(0.1, 5))
+@properties
+def test_typical_alone_equals_transformers(seed, p, scale):
+    logits = torch.randn(3, 40, generator=torch.Generator().manual_seed(seed)).double() * scale
+    logits[0, ::3] = -math.inf
+    assert torch.equal(keep_typical(logits, p), TypicalLogitsWarper(p)(None, logits))
+
+
+def test_the_stages_that_are_on_come_in_their_order_and_end_in_what_is_drawn_from():
+    everything = Sampling(
+        temperature=0.8,
+        top_k=20,
+        top_p=0.9,
+        min_p=0.01,
+        typical_p=0.9,
+        repetition_penalty=1.1,
+        presence_penalty=0.2,
+        frequency_penalty=0.1,
+        logit_bias={3: 1.0},
+    )
+    logits, history = torch.randn(2, 30), [[1, 2, 3], [4]]
+    names = [name for name, _ in stages(logits, history, PLAIN)]
+    assert names == ["model"]
+    watched = dict(stages(logits, history, everything, [1, 1]))
+    assert list(watched) == [
+        "model",
+        "logit_bias",
+        "repetition_penalty",
+        "presence_penalty",
+        "frequency_penalty",
+        "temperature",
+        "top_k",
+        "top_p",
+        "min_p",
+        "typical_p",
+    ]
+    drawn_from = next_token_probabilities(logits, history, everything, [1, 1])
+    assert torch.equal(watched["typical_p"].softmax(-1), drawn_from)
+
+
+def test_a_sampling_is_a_value():
+    one, other = Sampling(logit_bias={7: 1, 3: -2.5}), Sampling(logit_bias=((3, -2.5), (7, 1.0)))
+    assert one == other
+    assert hash(one) == hash(other)
+    assert one.logit_bias == ((3, -2.5), (7, 1.0))
+    assert dataclasses.replace(one, top_k=3).logit_bias == one.logit_bias
+
+
 @given(sampling=samplings, allowed=st.sets(st.integers(0, 19), min_size=1))
 @properties
 def test_ids_at_minus_infinity_are_never_given_a_chance(sampling, allowed):
     logits = torch.full((1, 20), -math.inf)
     logits[0, list(allowed)] = torch.linspace(-1, 1, len(allowed))
+    sampling = dataclasses.replace(sampling, logit_bias={id: bias for id, bias in sampling.logit_bias if id < 20})
     probabilities = next_token_probabilities(logits, [[0, 5]], sampling)[0]
     assert set(probabilities.nonzero().flatten().tolist()) <= allowed
     assert probabilities.sum() == pytest.approx(1)
@@ -240,11 +359,31 @@ def test_logits_nothing_can_be_drawn_from_are_refused(broken, sampling):
         ("min_p", 1.01),
         ("repetition_penalty", 0.0),
         ("repetition_penalty", -1.0),
+        ("typical_p", 0.0),
+        ("typical_p", 1.1),
+        ("presence_penalty", 101.0),
+        ("frequency_penalty", -101.0),
     ],
 )
 def test_a_setting_that_cannot_be_is_refused_with_its_name_and_value(field, value):
     with pytest.raises(ClockhandError, match=f"{field} = {value!r} must be"):
         Sampling(**{field: value})
+
+
+@pytest.mark.parametrize(
+    ("bias", "words"),
+    [
+        ({-1: 1.0}, r"\(-1, 1.0\) must be a pair of an id"),
+        ({"5": 1.0}, "must be a pair of an id"),
+        ({5: 101}, "id 5 = 101 must be from -100 to 100, or -inf"),
+        ({5: math.inf}, "id 5 = inf"),
+        ({5: math.nan}, "id 5 = nan"),
+        (((1, 1.0), (1, 2.0)), "must name each id once"),
+    ],
+)
+def test_a_bias_that_cannot_be_is_refused(bias, words):
+    with pytest.raises(ClockhandError, match=words):
+        Sampling(logit_bias=bias)
 
 
 def test_draws_have_the_frequencies_of_the_probabilities():
