@@ -278,7 +278,9 @@ def data_verify(folder: Folder) -> None:
 @app.command()
 @flags_from(TrainConfig)
 def train(
-    data: Annotated[list[str], typer.Option("--data", metavar="SOURCE", help=f"{SOURCES} Or a corpus folder.")],
+    data: Annotated[
+        list[str] | None, typer.Option("--data", metavar="SOURCE", help=f"{SOURCES} Or a corpus folder.")
+    ] = None,
     preset: Annotated[str, typer.Option(help="The model to start from: 'clockhand inspect PRESET'.")] = "tiny",
     out: Annotated[Path | None, typer.Option(help="The run folder.", show_default="runs/PRESET-DATA")] = None,
     settings: Settings = None,
@@ -287,6 +289,10 @@ def train(
     vocab_size: VocabSize = None,
     text_field: TextField = None,
     val_fraction: ValFraction = None,
+    replay: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Only run a step of bad-steps/ again, and name the layer that went wrong."),
+    ] = None,
     *,
     fields: dict[str, Any],
 ) -> None:
@@ -300,6 +306,17 @@ def train(
     from clockhand.train.pretrain import corpus_for, model_config_for
     from clockhand.train.progress import make_reporter
 
+    if replay is not None:
+        from clockhand.train.bad_step import lines_of
+        from clockhand.train.bad_step import replay as run_again
+
+        flags = {"--data": data, "--out": out, "--set": settings, "--tokenizer": tokenizer or None}
+        typed = {f"--{name.replace('_', '-')}": value for name, value in fields.items()}
+        refuse_idle({**flags, **typed}, "with --replay, whose file says everything")
+        print("\n".join(lines_of(run_again(replay))))
+        return
+    if not data:
+        raise ClockhandError("--data is missing: give files or folders of text, or a corpus folder")
     config = TrainConfig(**fields)
     changes = parse_settings(ModelConfig, settings or [])
     refuse_own_files(data, "--data ")

@@ -163,6 +163,25 @@ def test_the_same_train_command_again_continues_instead_of_starting_over(run, tr
     assert before.splitlines()[:4] == after[:4]
 
 
+def test_a_step_that_went_wrong_is_run_again_and_the_layer_named(run, notes, tmp_path):
+    # With an init_std of 1e30 the products of weights are beyond what fp32 holds.
+    spoiled = ["--data", notes, *SMALL, *BRIEF, "--vocab-size", 280, "--set", "init_std=1e30"]
+    code, _, err = run("train", *spoiled, "--out", tmp_path / "run", "--steps", 6)
+    assert code == 1
+    assert "--replay" in err
+    (file,) = (tmp_path / "run" / "bad-steps").iterdir()
+    code, out, err = run("train", "--replay", file)
+    assert code == 0, err
+    lines = out.splitlines()
+    assert lines[0].startswith("step 0: gradient norm nan; it was not applied")
+    assert [line for line in lines if line.startswith("first  ") and ": backward" in line]
+    assert [line.split()[0] for line in lines[-5:]] == [
+        "token_embedding", "blocks.0.attention", "blocks.0.mlp", "final_norm", "lm_head"
+    ]  # fmt: skip
+    assert_refused(run("train", "--replay", file, "--steps", 5), "--steps 5", "--replay")
+    assert_refused(run("train", "--replay", notes / "1.txt"), "1.txt", "no bad step")
+
+
 def test_a_file_of_prompts_is_one_batch_and_json_tells_how_each_ended(run, trained, tmp_path):
     (tmp_path / "prompts.txt").write_bytes("Note\f\u20281\r\nThe clock\n".encode())
     options = ("--prompts-file", tmp_path / "prompts.txt", "--max-new-tokens", 4, "--temperature", 0)
@@ -257,6 +276,9 @@ class TestRefusals:
 
     def test_heads_not_divisible(self, run, notes):
         assert_refused(run("train", "--data", notes, "--set", "n_heads=5"), "n_heads = 5")
+
+    def test_no_data(self, run):
+        assert_refused(run("train", "--preset", "tiny"), "--data is missing")
 
     def test_odd_head_dim_for_rope(self, run, notes):
         assert_refused(run("train", "--data", notes, "--set", "head_dim=7"), "head_dim = 7", "even")

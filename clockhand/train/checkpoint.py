@@ -5,6 +5,9 @@
       training.safetensors                               what the optimizer remembers
       training.json                                      step, configs, and size and SHA-256 of every other file
 
+    best/                                                the same without training.safetensors: the weights with the
+                                                         lowest validation loss, which `remove_old` never touches
+
 The randomness and the order of the data are functions of the seed and the step, so no generator needs to be stored.
 
 How a folder appears whole or not at all is in `disk.py`. Nothing here is a pickle.
@@ -12,6 +15,7 @@ How a folder appears whole or not at all is in `disk.py`. Nothing here is a pick
 
 import hashlib
 import json
+import math
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -57,9 +61,29 @@ def save_checkpoint(
     with new_folder(folder) as unfinished:
         save_model(model, unfinished, tokenizer)
         save_file(memory, unfinished / TENSORS_FILE)
-        files = {path.name: _size_and_hash(path) for path in sorted(unfinished.iterdir())}
-        (unfinished / STATE_FILE).write_text(json.dumps({**state, "files": files}, indent=2) + "\n", encoding="utf-8")
+        _write_state(unfinished, state)
     return folder
+
+
+def save_best(folder: Path, model: Transformer, tokenizer: Tokenizer, state: dict[str, Any]) -> None:
+    """Writes `folder` in place of the best one so far; `state` has step and val_loss. Raises as `save_checkpoint`."""
+    with new_folder(folder) as unfinished:
+        save_model(model, unfinished, tokenizer)
+        _write_state(unfinished, state)
+
+
+def best_loss(folder: Path) -> float:
+    """The validation loss of the weights in `folder`; infinite where there are none, or they are not whole."""
+    try:
+        loss = open_checkpoint(folder).state["val_loss"]
+    except (ClockhandError, KeyError):
+        return math.inf
+    return loss if isinstance(loss, float) else math.inf
+
+
+def _write_state(folder: Path, state: dict[str, Any]) -> None:
+    files = {path.name: _size_and_hash(path) for path in sorted(folder.iterdir())}
+    (folder / STATE_FILE).write_text(json.dumps({**state, "files": files}, indent=2) + "\n", encoding="utf-8")
 
 
 def newest_checkpoint(root: Path, warn: Callable[[str], None]) -> Checkpoint | None:

@@ -17,6 +17,7 @@ PARALLEL = ("auto", "none", "ddp", "fsdp")
 MAY_CHANGE = frozenset({
     "steps", "warmup_steps", "device", "parallel", "checkpoint_activations",
     "eval_every", "eval_windows", "save_every", "keep_last", "sample_every", "sample_prompt", "sample_tokens",
+    "keep_bad_steps", "keep_best",
 })
 # fmt: on
 """What a resumed run may change: how long it is, where it runs, and when it looks up from its work."""
@@ -61,6 +62,10 @@ class TrainConfig:
     """AdamW: keeps a division by a vanishing square finite."""
     clip_norm: float = 1.0
     """Longest gradient of all parameters together. 0 is off."""
+    skip_spikes: bool = False
+    """Leave out a step whose loss or gradient is far outside the last 64 steps'. One that is not finite always is."""
+    keep_bad_steps: int = 3
+    """Steps that went wrong kept in bad-steps/ for --replay, each with the weights before it. 0 keeps none."""
 
     eval_every: int = AUTO
     """Steps between evaluations. The end always has one; 0 is only there. -1 is a tenth of the run, at most 500."""
@@ -70,6 +75,8 @@ class TrainConfig:
     """Steps between checkpoints. The end always has one; 0 is only there. -1 is a quarter of the run, at most 500."""
     keep_last: int = 3
     """Checkpoints kept. 0 keeps all."""
+    keep_best: bool = True
+    """Keep the weights with the lowest validation loss in best/."""
     sample_every: int = AUTO
     """Steps between samples of the model's text; the end has one too. 0 is never. -1 is a quarter of the run."""
     sample_prompt: str = ""
@@ -90,7 +97,7 @@ class TrainConfig:
         self._settle("save_every", min(max(self.steps // 4, 1), 500))
         self._settle("sample_every", max(self.steps // 4, 1))
 
-        for name in ("seed", "keep_last"):
+        for name in ("seed", "keep_last", "keep_bad_steps"):
             require(self, name, getattr(self, name) >= 0, "0 or more")
         for name in ("warmup_steps", "eval_every", "save_every", "sample_every"):
             require(self, name, getattr(self, name) >= 0, f"0 or more, or {AUTO} (as the length of the run has it)")

@@ -36,17 +36,27 @@ from clockhand.infer.settings import Sampling
 from clockhand.interop.hf import save_model
 from clockhand.memory import refuse_beyond_memory
 from clockhand.train import run_folder
-from clockhand.train.checkpoint import Checkpoint, newest_checkpoint, remove_old, restore, save_checkpoint
+from clockhand.train.bad_step import keep_bad_step, parameter_norms
+from clockhand.train.checkpoint import (
+    Checkpoint,
+    best_loss,
+    newest_checkpoint,
+    remove_old,
+    restore,
+    save_best,
+    save_checkpoint,
+)
 from clockhand.train.config import TrainConfig
 from clockhand.train.evaluate import Evaluation, evaluate
 from clockhand.train.interrupt import Interrupted, stop_on_signals
-from clockhand.train.log import NoLog, RunLog
+from clockhand.train.log import NoLog, RunLog, read_log
 from clockhand.train.loss import count_targets
 from clockhand.train.optim import clip_gradients, make_optimizer, optimizer_tensors, set_learning_rate
 from clockhand.train.parallel import Ranks
 from clockhand.train.progress import Reporter
 from clockhand.train.recompute import recomputing
 from clockhand.train.schedule import learning_rate
+from clockhand.train.spikes import History
 
 MAX_SKIPPED_IN_A_ROW = 5
 SAMPLING = Sampling(temperature=0.8)
@@ -102,22 +112,24 @@ class Trainer:
         self.optimizer = make_optimizer(self.model, config)
         self.step = self.saved_step = 0  # updates so far, and at the newest checkpoint
         self.earlier_seconds = 0.0  # that earlier processes of this run have spent
-        self.skipped_in_a_row = 0
         self._open()
 
     def _open(self) -> None:
         found = self.ranks.once(self._open_folder)
-        if found is not None:
-            checkpoint = Checkpoint(Path(found["folder"]), found["state"])
+        self.best_loss = math.inf if found["best"] is None else found["best"]
+        if (resume := found["resume"]) is not None:
+            checkpoint = Checkpoint(Path(resume["folder"]), resume["state"])
             restore(checkpoint, self.model, self.optimizer)
             self.step = self.saved_step = checkpoint.step
             self.earlier_seconds = checkpoint.state["seconds"]
             self.reporter.note(f"resuming {self.out} at step {self.step}")
-        self.log = RunLog(self.out / "log.jsonl", self.step) if self.ranks.leads else NoLog()
+        path = self.out / "log.jsonl"
+        self.history = History(row for row in read_log(path) if row["step"] < self.step)
+        self.log = RunLog(path, self.step) if self.ranks.leads else NoLog()
         self.started = time.perf_counter()
 
-    def _open_folder(self) -> dict[str, Any] | None:
-        """Makes the run folder, or says which verified checkpoint in it to go on from."""
+    def _open_folder(self) -> dict[str, Any]:
+        """Makes the run folder, or says which verified checkpoint in it to go on from, and the best loss so far."""
         run_folder.open_run_folder(self.out)
         checkpoint = newest_checkpoint(self.out / "checkpoints", self.reporter.note)
         if checkpoint is not None:
@@ -126,7 +138,9 @@ class Trainer:
                 reached = f"the run in {self.out} has already made {checkpoint.step}"
                 raise ClockhandError(f"steps = {self.config.steps} but {reached}")
         run_folder.write_run_config(self.out, self.plan)
-        return None if checkpoint is None else {"folder": str(checkpoint.folder), "state": checkpoint.state}
+        best = best_loss(self.out / "best")
+        resume = None if checkpoint is None else {"folder": str(checkpoint.folder), "state": checkpoint.state}
+        return {"resume": resume, "best": best if math.isfinite(best) else None}
 
     def run(self) -> Evaluation:
         """Takes all steps that are left."""
@@ -142,6 +156,7 @@ class Trainer:
                 if self.is_due(config.eval_every):
                     evaluation = self.evaluate()
                     row |= {"val/loss": evaluation.loss, "val/bpb": evaluation.bits_per_byte}
+                    self.save_if_best(evaluation.loss)
                 if self.is_due(config.save_every):
                     self.save()
                 if config.sample_every and self.is_due(config.sample_every):
@@ -190,10 +205,16 @@ class Trainer:
             balance_loss += share * balance.item()
         loss, balance_loss = self.ranks.sum(loss, balance_loss)
         norm = clip_gradients(self.model.parameters(), config.clip_norm)
-        self._apply(targets, loss, norm)
+        trouble = self.history.trouble(loss, norm)
+        skipped = bool(trouble) and (config.skip_spikes or not (math.isfinite(loss) and math.isfinite(norm)))
+        if trouble:
+            self._report(trouble, skipped, batches, loss, norm)
+        if targets and not skipped:  # with gradients of 0, AdamW would still decay the weights and follow its momentum
+            self.optimizer.step()
         self.optimizer.zero_grad()
 
-        row = {
+        row: dict[str, Any] = {
+            "step": self.step,
             "train/loss": loss,
             "train/lr": rate,
             "train/grad_norm": norm,
@@ -202,23 +223,45 @@ class Trainer:
         }
         if self.model.config.is_moe:
             row["train/balance_loss"] = balance_loss
+        if trouble:
+            row |= {"train/trouble": trouble, "train/skipped": skipped}
+        self.history.add(row)
+        self._stop_if_hopeless()
         return row
 
-    def _apply(self, targets: int, loss: float, norm: float) -> None:
-        """Updates the weights, unless there was nothing to learn from or what came out is not a number."""
-        if targets == 0:
-            return  # with gradients of 0, AdamW would still decay the weights and follow its momentum
-        if math.isfinite(loss) and math.isfinite(norm):
-            self.optimizer.step()
-            self.skipped_in_a_row = 0
-            return
-        self.skipped_in_a_row += 1
-        self.reporter.note(f"step {self.step}: loss {loss}, gradient norm {norm}: this step is not applied")
-        if self.skipped_in_a_row == MAX_SKIPPED_IN_A_ROW:
+    def _report(self, trouble: str, skipped: bool, batches: list[Batch], loss: float, norm: float) -> None:
+        """Says what is wrong with this step and, of a stretch of such steps, keeps the first to be run again."""
+        fate = "this step is not applied" if skipped else "this step is applied all the same"
+        kept = ""
+        if self.config.keep_bad_steps and self.history.is_first(self.step):
+            record = {
+                "step": self.step,
+                "step_seed": step_seed(self.config.seed, self.step),
+                "dtype": self.config.dtype,
+                "ranks": self.ranks.size,
+                "trouble": trouble,
+                "skipped": skipped,
+                "finite": math.isfinite(loss) and math.isfinite(norm),
+                "loss": loss,
+                "norm": norm,
+                "clip_norm": self.config.clip_norm,
+                "parameters": parameter_norms(self.model, self.optimizer),
+            }
+            whole = self.ranks.whole(self.model)
+            if self.ranks.leads and whole is not None:
+                try:
+                    file = keep_bad_step(self.out, whole, batches, record, self.config.keep_bad_steps)
+                    kept = f"; look at it: clockhand train --replay {file}"
+                except ClockhandError as error:  # no reason to stop what may still be saved
+                    kept = f"; {error}"
+        self.reporter.note(f"step {self.step}: {trouble}: {fate}{kept}")
+
+    def _stop_if_hopeless(self) -> None:
+        if self.history.skipped_in_a_row == MAX_SKIPPED_IN_A_ROW:
             rate = self.config.learning_rate
             raise ClockhandError(
-                f"no finite loss and gradient in steps {self.step - MAX_SKIPPED_IN_A_ROW + 1} to {self.step}; "
-                f"learning_rate = {rate} may be too high"
+                f"no step applied from {self.step - MAX_SKIPPED_IN_A_ROW + 1} to {self.step}: loss or gradient not "
+                f"finite{' or a spike' if self.config.skip_spikes else ''}; learning_rate = {rate} may be too high"
             )
 
     def evaluate(self) -> Evaluation:
@@ -256,6 +299,16 @@ class Trainer:
             save_checkpoint(root, whole, memory, self.corpus.tokenizer, state)
             remove_old(root, self.config.keep_last, self.step)
         self.saved_step = self.step
+
+    def save_if_best(self, loss: float) -> None:
+        """Writes `best/` if these weights are better than those there. Before the first step none are worth keeping."""
+        if not self.config.keep_best or self.step == 0 or not loss < self.best_loss:
+            return
+        self.best_loss = loss
+        whole = self.ranks.whole(self.model)
+        if self.ranks.leads and whole is not None:
+            state = {"step": self.step, "val_loss": loss, **self.plan}
+            save_best(self.out / "best", whole, self.corpus.tokenizer, state)
 
     @contextmanager
     def _reporting(self) -> Iterator[None]:

@@ -4,6 +4,8 @@
     config.json      everything resolved: model, training, data, versions
     log.jsonl        one line per step
     checkpoints/     model folders from which the run can go on
+    best/            the weights with the lowest validation loss, a model folder
+    bad-steps/       steps that went wrong, to be run again
     final/           the trained model, a model folder
 
 How these are written is in `log.py`, `checkpoint.py` and `disk.py`.

@@ -14,10 +14,13 @@ import safetensors.torch
 import torch
 
 from clockhand.config import ModelConfig
-from clockhand.data.loader import Batch
+from clockhand.data.loader import Batch, ValidationWindows
 from clockhand.data.shards import CorpusSettings, prepare
 from clockhand.errors import ClockhandError
+from clockhand.interop.hf import load_model
 from clockhand.train import checkpoint
+from clockhand.train.checkpoint import open_checkpoint
+from clockhand.train.evaluate import evaluate
 from clockhand.train.interrupt import Interrupted
 from clockhand.train.log import read_log
 from clockhand.train.loop import Trainer, train
@@ -158,7 +161,7 @@ def test_steps_that_are_not_finite_stop_the_run_after_five(trainer):
         run.model.final_norm.weight.fill_(math.nan)
     run.evaluate = lambda: pytest.fail("evaluated")
     run.is_due = lambda every: False
-    with pytest.raises(ClockhandError, match=r"no finite loss and gradient in steps 0 to 4; learning_rate = 0.001"):
+    with pytest.raises(ClockhandError, match=r"no step applied from 0 to 4: .* learning_rate = 0.001"):
         run.run()
     assert [row["train/loss"] for row in read_log(run.out / "log.jsonl")] == [None] * 4
 
@@ -287,6 +290,41 @@ def test_a_run_killed_while_it_writes_a_checkpoint_ends_bitwise_as_the_straight_
     assert torch.equal(weights_of(out), weights_of(tmp_path / "straight"))
     assert rows_of(out) == rows_of(tmp_path / "straight")
     assert not list(out.rglob(".*"))
+
+
+def test_the_best_weights_are_kept_though_their_checkpoint_is_long_gone(
+    model_config, train_config, corpus, tmp_path, rows_of
+):
+    # A rate that grows far too high: the validation loss falls, then rises.
+    config = dataclasses.replace(
+        train_config, steps=8, eval_every=2, save_every=3, keep_last=1, learning_rate=0.3, warmup_steps=23
+    )
+    train(model_config, config, corpus, tmp_path / "run")
+    losses = {row["step"]: row["val/loss"] for row in rows_of(tmp_path / "run") if row.get("val/loss") and row["step"]}
+    best_step = min(losses, key=losses.__getitem__)
+    assert best_step < 8, losses
+    best = open_checkpoint(tmp_path / "run" / "best")
+    assert (best.step, best.state["val_loss"]) == (best_step, losses[best_step])
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000008"]
+    held_out = ValidationWindows(corpus, 2, 32, 4)
+    assert evaluate(load_model(best.folder), held_out, corpus.tokenizer.token_bytes).loss == losses[best_step]
+
+
+def test_a_run_that_goes_on_keeps_the_best_of_its_earlier_part(model_config, train_config, corpus, tmp_path):
+    train(model_config, train_config, corpus, tmp_path / "run")
+    best = tmp_path / "run" / "best" / "training.json"
+    state = json.loads(best.read_text())
+    best.write_text(json.dumps({**state, "val_loss": 0.5}))
+    train(model_config, dataclasses.replace(train_config, steps=14), corpus, tmp_path / "run")
+    assert json.loads(best.read_text())["val_loss"] == 0.5
+    best.write_text("damaged")
+    train(model_config, dataclasses.replace(train_config, steps=16), corpus, tmp_path / "run")
+    assert open_checkpoint(best.parent).step in (15, 16), "damaged weights are none"
+
+
+def test_no_best_weights_are_kept_where_they_are_not_wanted(model_config, train_config, corpus, tmp_path):
+    train(model_config, dataclasses.replace(train_config, keep_best=False), corpus, tmp_path / "run")
+    assert not (tmp_path / "run" / "best").exists()
 
 
 def test_a_finished_run_that_is_given_more_steps_goes_on(model_config, train_config, corpus, tmp_path, rows_of):
