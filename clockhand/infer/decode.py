@@ -1,0 +1,672 @@
+"""One text at the speed of the memory: every weight is read once a token, by one compiled graph for the whole step.
+
+    decoder = Decoder(model, "int8")
+    logits = decoder.read(prompt)          the prompt, in chunks: matrix products
+    logits = decoder.step(id)              one token: matrix-vector products, at the bandwidth of the memory
+
+What makes it fast:
+  * a product with one vector is written as (W · x).sum(-1), which inductor turns into one plain loop over the weights:
+    no call, no copy, whatever type they are stored in; torch's own reaches a third of the bandwidth
+  * the step, from the embedding to the logits, is one graph and one parallel region. What later loops read many times
+    is put into memory (`stored`), or inductor would compute it again for every row of a matrix
+  * attention reads blocks of 32 slots, keys with the slots side by side: whole vectors, no sums across lanes, and only
+    the blocks that hold something. Their number is the one size that stays open in the graph, so it is compiled once
+  * the compiled graph lies in the user's cache folder, and the next process loads it in milliseconds
+
+The arithmetic of one block is written once, in `block`, for both ways; what differs is how a matrix is multiplied and
+how the cache is looked at. Activations are fp32 in `step`. `model/transformer.py` is the definition both are tested
+against. Many texts at once are the engine's work, how a token is drawn is in `sampling.py`.
+"""
+
+import hashlib
+import math
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from clockhand.config import ModelConfig
+from clockhand.disk import new_file
+from clockhand.errors import ClockhandError
+from clockhand.infer.quantize import GROUP, Matrix, check_precision, pack, unpack
+from clockhand.model.attention import Attention
+from clockhand.model.mlp import SwiGLU
+from clockhand.model.moe import MixtureOfExperts, route
+from clockhand.model.rope import rotate, rotation
+from clockhand.model.transformer import Transformer
+
+SLOTS = 32
+"""Slots in a block of the cache: two vectors of 16 fp32 numbers, or one of 32 bf16."""
+CHUNK = 512
+"""Tokens of a prompt read at once: enough for matrix products near their peak, and no more memory for longer ones."""
+
+Product = Callable[[Tensor, Matrix], Tensor]  # x (..., D), W (N, D) -> (..., N)
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # q (T, H, Dh), k and v (T, K, Dh) -> (T, H, Dh)
+
+
+# ---- the weights ----
+
+Weights = dict[str, Tensor]
+"""All weights by name, each stacked over the layers: few tensors, since handing one to the graph costs time."""
+
+
+def stack_weights(model: Transformer, precision: str) -> Weights:
+    """The weights of `model`, matrices in `precision`: L first, q, k and v in one matrix, gate and up in one."""
+    config = model.config
+    blocks: list[Any] = list(model.blocks)
+    weights: Weights = {}
+
+    def matrix(name: str, parts: list[Tensor]) -> None:
+        packed = pack(torch.stack(parts), precision) if len(parts) > 1 else pack(parts[0][None], precision)
+        weights[name], weights[name + ".scale"] = packed.data, packed.scale
+
+    def vector(name: str, parts: list[Tensor | None]) -> None:
+        if all(part is not None for part in parts):
+            weights[name] = torch.stack([part.detach().float() for part in parts if part is not None])
+
+    def projections(attention: Attention) -> list[nn.Linear]:
+        return [attention.q_proj, attention.k_proj, attention.v_proj]
+
+    attentions: list[Attention] = [block.attention for block in blocks]
+
+    matrix("embedding", [model.token_embedding.weight])
+    if not config.tie_embeddings:
+        matrix("head", [model.lm_head.weight])
+    matrix("qkv", [torch.cat([part.weight for part in projections(each)]) for each in attentions])
+    matrix("o", [each.o_proj.weight for each in attentions])
+    if config.attention_bias != "none":
+        vector("qkv.bias", [torch.cat([part.bias for part in projections(each)]) for each in attentions])
+    vector("o.bias", [each.o_proj.bias for each in attentions])
+    norms = {
+        "attention_norm": [block.attention_norm for block in blocks],
+        "mlp_norm": [block.mlp_norm for block in blocks],
+        "q_norm": [each.q_norm for each in attentions],
+        "k_norm": [each.k_norm for each in attentions],
+        "final_norm": [model.final_norm],
+    }
+    modules: list[Any]
+    for name, modules in norms.items():
+        vector(name, [getattr(module, "weight", None) for module in modules])
+        vector(name + ".bias", [getattr(module, "bias", None) for module in modules])
+
+    # The MLPs of a layer, one or E: (L, F or 2F, D), or (L, E, F or 2F, D).
+    rising: list[Tensor] = []
+    rising_bias: list[Tensor | None] = []
+    falling: list[Tensor] = []
+    falling_bias: list[Tensor | None] = []
+    for block in blocks:
+        mlps: list[Any] = list(block.mlp.experts) if isinstance(block.mlp, MixtureOfExperts) else [block.mlp]
+        ups = [[mlp.gate_proj, mlp.up_proj] if isinstance(mlp, SwiGLU) else [mlp.up_proj] for mlp in mlps]
+        up = torch.stack([torch.cat([each.weight for each in parts]) for parts in ups])
+        down = torch.stack([mlp.down_proj.weight for mlp in mlps])
+        rising.append(up if config.is_moe else up[0])
+        falling.append(down if config.is_moe else down[0])
+        if config.mlp_bias:
+            up_bias = torch.stack([torch.cat([each.bias for each in parts]) for parts in ups])
+            down_bias = torch.stack([mlp.down_proj.bias for mlp in mlps])
+            rising_bias.append(up_bias if config.is_moe else up_bias[0])
+            falling_bias.append(down_bias if config.is_moe else down_bias[0])
+    matrix("up", rising)
+    matrix("down", falling)
+    if config.mlp_bias:
+        vector("up.bias", rising_bias)
+        vector("down.bias", falling_bias)
+    if config.is_moe:  # where a token goes is a matter of small differences: not rounded
+        weights["router"] = torch.stack([block.mlp.router.weight.detach().float() for block in blocks])
+    return weights
+
+
+def matrix_of(weights: Weights, name: str, layer: int = 0) -> Matrix:
+    scale = weights[name + ".scale"]
+    return Matrix(weights[name][layer], scale[layer] if scale.numel() else scale)
+
+
+# ---- one block, for both ways ----
+
+
+def block(
+    config: ModelConfig,
+    weights: Weights,
+    layer: int,
+    x: Tensor,  # (T, D)
+    turned: tuple[Tensor, Tensor] | None,  # cos and sin, each (T, Dh/2)
+    product: Product,
+    attend: Attend,
+    mixture: Callable[[Tensor, int], Tensor],
+    only_last: bool = False,
+) -> Tensor:  # (T, D)
+    """What `Block.forward` computes, without a balance loss; with `only_last`, for the last token alone, (1, D)."""
+    pre = config.norm_position == "pre"
+    heads, kv_heads = config.n_heads, config.n_kv_heads
+    n = norm(config, weights, "attention_norm", layer, x) if pre else x
+    qkv = biased(product(n, matrix_of(weights, "qkv", layer)), weights, "qkv", layer)
+    qkv = stored(qkv).unflatten(-1, (-1, config.head_dim))  # (T, H + 2K, Dh)
+    q, k, v = qkv.split([heads, kv_heads, kv_heads], dim=1)
+    if config.qk_norm:
+        q, k = norm(config, weights, "q_norm", layer, q), norm(config, weights, "k_norm", layer, k)
+    if turned is not None:
+        q = rotate(q[None], turned[0][None], turned[1][None], config.rope_layout)[0]
+        k = rotate(k[None], turned[0][None], turned[1][None], config.rope_layout)[0]
+    if only_last:
+        q, x = q[-1:], x[-1:]
+    attended = attend(q, k, v).flatten(1)  # (T, H·Dh)
+    update = biased(product(attended, matrix_of(weights, "o", layer)), weights, "o", layer)
+    x = stored(x + update if config.residual else update)
+    if not pre:
+        x = norm(config, weights, "attention_norm", layer, x)
+
+    n = norm(config, weights, "mlp_norm", layer, x) if pre else x
+    update = mixture(n, layer) if config.is_moe else dense(config, weights, layer, n, product)
+    x = stored(x + update if config.residual else update)
+    return x if pre else norm(config, weights, "mlp_norm", layer, x)
+
+
+def dense(
+    config: ModelConfig, weights: Weights, layer: int, x: Tensor, product: Product, expert: Tensor | int | None = None
+) -> Tensor:
+    """The MLP of a layer, or one expert of it, (T, D) -> (T, D)."""
+
+    def part(name: str, rows: slice = slice(None)) -> Matrix:
+        whole = matrix_of(weights, name, layer)
+        if expert is not None:
+            whole = Matrix(whole.data[expert], whole.scale[expert] if whole.scale.numel() else whole.scale)
+        return Matrix(whole.data[rows], whole.scale[rows] if whole.scale.numel() else whole.scale)
+
+    def bias(y: Tensor, name: str, rows: slice = slice(None)) -> Tensor:
+        if name + ".bias" not in weights:
+            return y
+        values = weights[name + ".bias"][layer]
+        return y + (values if expert is None else values[expert])[rows].to(y.dtype)
+
+    if config.mlp == "swiglu":
+        gate, up = slice(0, config.d_ff), slice(config.d_ff, None)
+        opened = F.silu(bias(product(x, part("up", gate)), "up", gate))
+        inner = opened * bias(product(x, part("up", up)), "up", up)
+    else:
+        inner = bias(product(x, part("up")), "up")
+        inner = F.gelu(inner) if config.mlp == "gelu" else F.relu(inner)
+    return bias(product(stored(inner), part("down")), "down")
+
+
+def norm(config: ModelConfig, weights: Weights, name: str, layer: int, x: Tensor) -> Tensor:
+    weight, width = weights[name][layer], x.shape[-1]
+    if config.norm == "rms":
+        wide = x.float()
+        y = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + config.norm_eps) * weight
+    else:
+        y = F.layer_norm(x.float(), (width,), weight, weights[name + ".bias"][layer], config.norm_eps)
+    return stored(y.to(x.dtype))
+
+
+def biased(y: Tensor, weights: Weights, name: str, layer: int) -> Tensor:
+    bias = weights.get(name + ".bias")
+    return y if bias is None else y + bias[layer].to(y.dtype)
+
+
+def stored(x: Tensor) -> Tensor:
+    """x, and in a compiled graph the promise that it lies in memory (as_strided needs an address)."""
+    return torch.as_strided(x, x.size(), x.stride()) if torch.compiler.is_compiling() else x
+
+
+def hidden_norm(config: ModelConfig, weights: Weights, x: Tensor) -> Tensor:
+    return norm(config, weights, "final_norm", 0, x) if config.norm_position == "pre" else x
+
+
+def head_of(weights: Weights) -> Matrix:
+    return matrix_of(weights, "head" if "head" in weights else "embedding")
+
+
+def embed(weights: Weights, ids: Tensor, dtype: torch.dtype) -> Tensor:  # (T,) -> (T, D)
+    table = matrix_of(weights, "embedding")
+    rows = Matrix(table.data[ids], table.scale[ids] if table.scale.numel() else table.scale)
+    return unpack(rows).to(dtype)
+
+
+# ---- one token ----
+
+
+def product_with_one(x: Tensor, matrix: Matrix) -> Tensor:
+    """x (1, D), W (N, D) -> (1, N): a loop over the rows, each summed in fp32."""
+    data, scale = matrix.data, matrix.scale
+    if data.dtype == torch.uint8:
+        parts = x.view(-1, GROUP)  # (D/32, 32)
+        groups = data.unflatten(-1, (-1, GROUP // 2))  # (N, D/32, 16)
+        low, high = (groups & 15).float() - 8, (groups >> 4).float() - 8
+        both = low * parts[:, : GROUP // 2] + high * parts[:, GROUP // 2 :]
+        return (both * scale[..., None]).sum((-1, -2))[None]
+    y = (data.float() * x).sum(-1)  # (N,)
+    return (y * scale if data.dtype == torch.int8 else y)[None]
+
+
+class Step(nn.Module):
+    """One token through the whole model: what is compiled. Writes its key and value into the cache it is given."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+
+    def forward(
+        self,
+        weights: Weights,
+        keys: list[Tensor],  # for each layer (blocks, K, Dh, 32)
+        values: list[Tensor],  # for each layer (blocks, K, 32, Dh)
+        seen: Tensor,  # (blocks, 32) fp32: 0 at slots that are seen, -inf elsewhere
+        id: Tensor,  # (1,)
+        position: Tensor,  # (1,)
+        turned: list[Tensor],  # cos and sin of the position, each (1, Dh/2); empty without RoPE
+        learned: list[Tensor],  # the row of the learned position, (1, D); empty without
+    ) -> Tensor:  # (V,) fp32
+        config = self.config
+        x = embed(weights, id, torch.float32)
+        if learned:
+            x = x + learned[0]
+        x = stored(x)
+        for layer in range(config.n_layers):
+            memory = (keys[layer], values[layer])
+
+            def attend(q: Tensor, k: Tensor, v: Tensor, memory: tuple[Tensor, Tensor] = memory) -> Tensor:
+                remember(memory, k, v, position)
+                return attend_one(q, memory, seen)
+
+            rotated = (turned[0], turned[1]) if turned else None
+            x = block(config, weights, layer, x, rotated, product_with_one, attend, self.mixture(weights))
+        return product_with_one(hidden_norm(config, weights, x), head_of(weights))[0]
+
+    def mixture(self, weights: Weights) -> Callable[[Tensor, int], Tensor]:
+        """The k experts of one token, and nobody else's weights: the choice is an index into them."""
+        config = self.config
+
+        def mix(x: Tensor, layer: int) -> Tensor:
+            logits = stored((weights["router"][layer] * x).sum(-1))  # (E,)
+            probabilities = stored(torch.softmax(logits, dim=-1))
+            left, chosen, shares = probabilities, [], []
+            for _ in range(config.n_experts_per_token):  # torch.topk would be a call out of the graph
+                best = left.argmax(-1)
+                chosen.append(best)
+                shares.append(probabilities[best])
+                left = torch.where(torch.arange(config.n_experts) == best, -1.0, left)
+            total = torch.stack(shares).sum() if config.renormalize_top_k else 1.0
+            answer = torch.zeros_like(x)
+            for best, share in zip(chosen, shares):
+                answer = answer + dense(config, weights, layer, x, product_with_one, best) * (share / total)
+            return answer
+
+        return mix
+
+
+def remember(memory: tuple[Tensor, Tensor], k: Tensor, v: Tensor, positions: Tensor) -> None:
+    """Writes k and v (T, K, Dh) at `positions` (T,)."""
+    keys, values = memory
+    block, slot = positions // SLOTS, positions % SLOTS  # (T,)
+    head, dim = torch.arange(k.shape[1])[:, None], torch.arange(k.shape[2])  # (K, 1), (Dh,)
+    where = block[:, None, None], head, dim, slot[:, None, None]
+    keys.index_put_(where, k.to(keys.dtype))
+    values.index_put_((where[0], where[1], where[3], where[2]), v.to(values.dtype))
+
+
+def attend_one(q: Tensor, memory: tuple[Tensor, Tensor], seen: Tensor) -> Tensor:
+    """q (1, H, Dh) over all blocks of the cache -> (1, H, Dh). The heads of a group share every number that is read."""
+    keys, values = (each.transpose(0, 1) for each in memory)  # (K, blocks, Dh, 32), (K, blocks, 32, Dh)
+    q = stored(q[0].unflatten(0, (keys.shape[0], -1)) / math.sqrt(q.shape[-1]))  # (K, G, Dh)
+    group = range(q.shape[1])
+    scores = [(keys.float() * q[:, g, None, :, None]).sum(2) + seen for g in group]  # each (K, blocks, 32)
+    score = stored(torch.stack(scores, dim=1)).flatten(2)  # (K, G, S)
+    weight = torch.exp(score - score.amax(-1, keepdim=True))
+    total = weight.sum(-1)[..., None]  # (K, G, 1)
+    weight = stored(weight).unflatten(-1, (-1, SLOTS))  # (K, G, blocks, 32)
+    mixed = [(weight[:, g, :, :, None] * values.float()).sum((1, 2)) / total[:, g] for g in group]  # each (K, Dh)
+    return stored(torch.stack(mixed, dim=1)).flatten(0, 1)[None]
+
+
+# ---- compiled, and kept ----
+
+
+def cache_folder() -> Path:
+    """Where compiled steps are kept: $CLOCKHAND_CACHE, else clockhand under the user's cache folder."""
+    own = os.environ.get("CLOCKHAND_CACHE")
+    return Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "clockhand"
+
+
+def compiler() -> str | None:
+    """The C++ compiler that inductor would call, or None where there is none."""
+    names = [os.environ.get("CXX"), "clang++" if sys.platform == "darwin" else "g++"]
+    return next((found for name in names if name and (found := shutil.which(name))), None)
+
+
+def step_key(config: ModelConfig, precision: str) -> str:
+    """Names everything the compiled step depends on: this code, the architecture, torch, the CPU, the threads."""
+    parts = [
+        _source(),
+        repr(config),
+        precision,
+        torch.__version__,
+        repr(sorted((name, str(value)) for name, value in torch.cpu.get_capabilities().items())),
+        str(torch.get_num_threads()),
+    ]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:24]
+
+
+@cache
+def _source() -> str:
+    from clockhand.infer import quantize
+    from clockhand.model import rope
+
+    files = (__file__, quantize.__file__, rope.__file__)
+    return "".join(Path(str(file)).read_text(encoding="utf-8") for file in files)
+
+
+def is_compiled(config: ModelConfig, precision: str) -> bool:
+    return _package(config, precision).is_file()
+
+
+def _package(config: ModelConfig, precision: str) -> Path:
+    return cache_folder() / f"step-{step_key(config, precision)}.pt2"
+
+
+def compile_seconds(config: ModelConfig) -> float:
+    """About how long `compiled` takes the first time: measured as 8 s and 3 s a layer on one core (LOG.md)."""
+    return 8 + 3 * config.n_layers * (1 if not config.is_moe else config.n_experts_per_token)
+
+
+def compiled(config: ModelConfig, precision: str, inputs: tuple[Any, ...]) -> Callable[[list[Tensor]], list[Tensor]]:
+    """The step as a function of its flat inputs, out of the cache folder, or compiled into it.
+
+    `inputs` are an example. Raises `ClockhandError` where it has to be compiled and no C++ compiler is found.
+    """
+    package = _package(config, precision)
+    if not package.is_file():
+        if compiler() is None:
+            raise ClockhandError("compiling the decode step needs a C++ compiler (g++, or the one named in CXX)")
+        _compile(config, inputs, package)
+    from torch._C._aoti import AOTIModelPackageLoader
+
+    with _quiet():  # it warns of other instruction sets, which the key already tells apart
+        return AOTIModelPackageLoader(str(package), "model", False, 1, -1).run
+
+
+def _compile(config: ModelConfig, inputs: tuple[Any, ...], package: Path) -> None:
+    import torch._inductor
+    import torch._inductor.config as inductor
+    from torch.export import Dim
+
+    blocks = Dim("blocks", min=2, max=1 << 20)
+    weights, keys, values, _, _, _, turned, learned = inputs
+    open_sizes = (
+        dict.fromkeys(weights),
+        [{0: blocks} for _ in keys],
+        [{0: blocks} for _ in values],
+        {0: blocks},
+        None,
+        None,
+        [None for _ in turned],
+        [None for _ in learned],
+    )
+    # A product and a sum in one instruction; and no check of an index in the middle of a loop: ids are checked before.
+    changes: Any = {"cpp.enable_floating_point_contract_flag": "fast", "assert_indirect_indexing": False}
+    with _quiet(), torch.no_grad(), inductor.patch(changes), new_file(package) as unfinished:
+        exported = torch.export.export(Step(config), inputs, dynamic_shapes=open_sizes)
+        # It insists on the ending .pt2.
+        beside = unfinished.with_name(unfinished.name + ".pt2")
+        torch._inductor.aoti_compile_and_package(exported, package_path=str(beside))
+        beside.replace(unfinished)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the warnings and log lines of torch's compiler, which are addressed to its authors."""
+    import logging
+    import warnings
+
+    logger = logging.getLogger("torch")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(before)
+
+
+# ---- one text ----
+
+
+@dataclass(frozen=True)
+class DecoderInfo:
+    """What a decoder is made of."""
+
+    precision: str
+    weight_bytes: int
+    """Read once a token."""
+    compile_seconds: float
+    """0 where the step was loaded."""
+
+
+class Decoder:
+    """One text on its way through a model: its cache, and the two ways to go on. Not for two threads at once."""
+
+    def __init__(self, model: Transformer, precision: str = "fp32", reach: int | None = None, compile: bool = True):
+        """Copies the weights of `model` in `precision` (see `quantize.py`).
+
+        `reach` (default: the model's max_seq_len) is the most tokens the text may have, and what `dynamic` RoPE scaling
+        adapts to. Without `compile` the step runs as it is written, slowly. Raises `ClockhandError` for a precision
+        that the model cannot have, and where a step must be compiled and there is no C++ compiler.
+        """
+        check_precision(precision)
+        self.config, self.precision = model.config, precision
+        config = model.config
+        self.reach = config.max_seq_len if reach is None else reach
+        if self.reach < 1 or (config.position == "learned" and self.reach > config.max_seq_len):
+            raise ClockhandError(f"reach = {self.reach} must be between 1 and max_seq_len = {config.max_seq_len}")
+        self.length = 0
+        """Tokens held."""
+        with torch.no_grad():
+            self.weights = stack_weights(model, precision)
+            table = model.position_embedding
+            self._learned = None if table is None else table.weight.detach().float()
+        low = precision != "fp32"
+        self.cache_dtype = torch.bfloat16 if low else torch.float32
+        self.read_dtype = torch.bfloat16 if low and torch.ops.mkldnn._is_mkldnn_bf16_supported() else torch.float32
+        self._turned: list[Tensor] = []
+        if config.position == "rope":
+            positions = torch.arange(self.reach)[None]
+            lengths = torch.full((1, 1), self.reach) if config.rope_scaling == "dynamic" else None
+            self._turned = [each[0] for each in rotation(config, positions, lengths)]  # each (reach, Dh/2)
+        self._positions = torch.arange(self.reach)
+        self._keys: list[Tensor] = []
+        self._values: list[Tensor] = []
+        self._seen = torch.empty(0, SLOTS)
+        self._reserve(4 * SLOTS)
+        self._flat_weights = [self.weights[name] for name in self.weights]
+        self._run: Callable[[list[Tensor]], list[Tensor]] | None = None
+        started, known = time.perf_counter(), is_compiled(config, precision)
+        if compile:
+            self._run = compiled(config, precision, self._inputs(torch.zeros(1, dtype=torch.int64), 0, 4))
+        seconds = 0.0 if known or not compile else time.perf_counter() - started
+        self.info = DecoderInfo(precision, self._bytes_read(), seconds)
+
+    def _bytes_read(self) -> int:
+        share = self.config.n_experts_per_token / self.config.n_experts if self.config.is_moe else 1.0
+        tied = self.config.tie_embeddings
+        total = 0.0
+        for name, tensor in self.weights.items():
+            if not tied and name.startswith("embedding"):
+                continue  # one row of it
+            total += tensor.nbytes * (share if name.split(".")[0] in ("up", "down") else 1)
+        return round(total)
+
+    @torch.no_grad()
+    def read(self, ids: Sequence[int]) -> Tensor:
+        """Appends `ids`; the logits after the last, (V,) fp32. Memory beside the cache does not grow with their number.
+
+        Raises `ClockhandError` for an id beyond the vocabulary, for none at all, or for more than `reach` in all.
+        """
+        self._check(ids)
+        numbers = torch.tensor(ids, dtype=torch.int64)
+        x = torch.empty(0)
+        for start in range(0, len(ids), CHUNK):
+            x = self._read_chunk(numbers[start : start + CHUNK], last=start + CHUNK >= len(ids))
+        head = unpack(head_of(self.weights)).to(x.dtype)
+        return F.linear(hidden_norm(self.config, self.weights, x[-1:]), head)[0].float()
+
+    @torch.no_grad()
+    def step(self, id: int) -> Tensor:
+        """Appends one id; the logits after it, (V,) fp32. Raises `ClockhandError` as `read` does."""
+        self._check((id,))
+        position = self.length
+        self._reserve(position + 1)
+        self.length += 1
+        self._see(position)
+        blocks = max(2, self.length // SLOTS + (self.length % SLOTS > 0))
+        number = torch.tensor((id,))
+        if self._run is None:
+            return Step(self.config)(*self._inputs(number, position, blocks))
+        return self._run(self._flat_inputs(number, position, blocks))[0]
+
+    def truncate(self, length: int) -> None:
+        """Forgets every token at position `length` and beyond."""
+        if length < 0:
+            raise ClockhandError(f"length = {length} must be 0 or more")
+        window = self.config.sliding_window
+        self.length = min(length, self.length)
+        self._seen.fill_(-math.inf)
+        self._seen.view(-1)[max(0, self.length - window + 1) if window else 0 : self.length] = 0
+
+    def _see(self, position: int) -> None:
+        window = self.config.sliding_window
+        self._seen.view(-1)[position] = 0
+        if window and position >= window:
+            self._seen.view(-1)[position - window] = -math.inf
+
+    def _inputs(self, id: Tensor, position: int, blocks: int) -> tuple[Any, ...]:
+        rows = slice(position, position + 1)
+        return (
+            self.weights,
+            [each[:blocks] for each in self._keys],
+            [each[:blocks] for each in self._values],
+            self._seen[:blocks],
+            id,
+            self._positions[rows],
+            [each[rows] for each in self._turned],
+            [] if self._learned is None else [self._learned[rows]],
+        )
+
+    def _flat_inputs(self, id: Tensor, position: int, blocks: int) -> list[Tensor]:
+        _, keys, values, seen, *rest, turned, learned = self._inputs(id, position, blocks)
+        return [*self._flat_weights, *keys, *values, seen, *rest, *turned, *learned]
+
+    def _check(self, ids: Sequence[int]) -> None:
+        if not len(ids):
+            raise ClockhandError("nothing to read: at least one id is needed")
+        size = self.config.vocab_size
+        low, high = min(ids), max(ids)
+        if low < 0 or high >= size:
+            wrong = low if low < 0 else high
+            raise ClockhandError(f"id {wrong} is outside the vocabulary of {size} ids (0 to {size - 1})")
+        if self.length + len(ids) > self.reach:
+            raise ClockhandError(f"the cache holds at most {self.reach} tokens: {self.length} held and {len(ids)} more")
+
+    def _reserve(self, tokens: int) -> None:
+        """Room for `tokens`, by doubling. Zeros, since what is not seen is multiplied by 0, and 0 · NaN is NaN."""
+        needed = -(-tokens // SLOTS)
+        held = len(self._seen)
+        if needed <= held:
+            return
+        blocks, config = max(needed, 2 * held), self.config
+        for tensors, sides in (
+            (self._keys, (config.head_dim, SLOTS)),
+            (self._values, (SLOTS, config.head_dim)),
+        ):
+            old = list(tensors)
+            tensors.clear()
+            for layer in range(config.n_layers):
+                grown = torch.zeros(blocks, config.n_kv_heads, *sides, dtype=self.cache_dtype)
+                if old:
+                    grown[:held] = old[layer]
+                tensors.append(grown)
+        seen = torch.full((blocks, SLOTS), -math.inf)
+        seen[:held] = self._seen
+        self._seen = seen
+
+    # ---- the prompt ----
+
+    def _read_chunk(self, ids: Tensor, last: bool) -> Tensor:
+        """One chunk (T,): what leaves the last block, and of the last chunk only its last token, (1, D)."""
+        config, weights, dtype = self.config, self.weights, self.read_dtype
+        begin, end = self.length, self.length + len(ids)
+        self._reserve(end)
+        positions = self._positions[begin:end]
+        x = embed(weights, ids, dtype)  # (T, D)
+        if self._learned is not None:
+            x = x + self._learned[begin:end].to(dtype)
+        turned = (self._turned[0][begin:end], self._turned[1][begin:end]) if self._turned else None
+        window = config.sliding_window
+        mask = None  # plainly causal
+        if begin or (window and end > window):
+            behind = positions[:, None] - torch.arange(end)  # (T, S)
+            mask = (behind >= 0) & (behind < window) if window else behind >= 0
+        for layer in range(config.n_layers):
+            memory = (self._keys[layer], self._values[layer])
+
+            def attend(q: Tensor, k: Tensor, v: Tensor, memory: tuple[Tensor, Tensor] = memory) -> Tensor:
+                remember(memory, k, v, positions)
+                if begin:
+                    k, v = recall(memory, end, q.dtype)
+                return attend_many(q, k, v, mask)
+
+            only_last = last and layer == config.n_layers - 1  # what else would come out, nobody reads
+            x = block(config, weights, layer, x, turned, product_with_many, attend, self._mix, only_last)
+        self.length = end
+        self.truncate(end)
+        return x
+
+    def _mix(self, x: Tensor, layer: int) -> Tensor:
+        """A layer's experts, each on the tokens that chose it."""
+        config, weights = self.config, self.weights
+        routing = route(
+            F.linear(x.float(), weights["router"][layer]), config.n_experts_per_token, config.renormalize_top_k
+        )
+        answer = torch.zeros_like(x)
+        for expert in range(config.n_experts):
+            rows, choice = (routing.experts == expert).nonzero(as_tuple=True)
+            if len(rows):
+                share = routing.weights[rows, choice, None].to(x.dtype)
+                thought = dense(config, weights, layer, x[rows], product_with_many, expert)
+                answer.index_add_(0, rows, thought * share)
+        return answer
+
+
+def product_with_many(x: Tensor, matrix: Matrix) -> Tensor:
+    """x (T, D), W (N, D) -> (T, N), in the type of x."""
+    return F.linear(x, unpack(matrix).to(x.dtype))
+
+
+def recall(memory: tuple[Tensor, Tensor], length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The first `length` keys and values of a cache, each (S, K, Dh)."""
+    blocks = -(-length // SLOTS)
+    keys = memory[0][:blocks].permute(0, 3, 1, 2)  # (blocks, 32, K, Dh)
+    values = memory[1][:blocks].permute(0, 2, 1, 3)
+    return keys.flatten(0, 1)[:length].to(dtype), values.flatten(0, 1)[:length].to(dtype)
+
+
+def attend_many(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """q (T, H, Dh), the last of the S positions that k and v (S, K, Dh) have -> (T, H, Dh).
+
+    `mask` (T or more, S) says who is seen, its last rows counting; None is the plain causal rule.
+    """
+    rows = len(q)
+    seen = None if mask is None else mask[-rows:]
+    q, k, v = (each.transpose(0, 1)[None] for each in (q, k, v))  # (1, heads, T or S, Dh)
+    causal = mask is None and rows > 1  # a single last one sees everything
+    out = F.scaled_dot_product_attention(q, k, v, seen, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1])
+    return out[0].transpose(0, 1)

@@ -1,0 +1,179 @@
+"""The fast way for one text: for every kind of model, in every precision, the same numbers as the plain model."""
+
+import pytest
+import torch
+
+from clockhand.config import ModelConfig
+from clockhand.errors import ClockhandError
+from clockhand.infer import decode
+from clockhand.infer.decode import Decoder
+from clockhand.infer.quantize import PRECISIONS, rounded
+from clockhand.model.cache import KVCache
+from clockhand.model.transformer import Transformer
+
+SMALL = dict(vocab_size=37, d_model=32, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, d_ff=64, max_seq_len=80)
+KINDS = {
+    "dense": dict(),
+    "qk_norm": dict(qk_norm=True, attention_bias="qkv"),
+    "multi_query": dict(n_kv_heads=1),
+    "multi_head": dict(n_kv_heads=4),
+    "moe": dict(n_experts=4, n_experts_per_token=2),
+    "moe without renormalisation": dict(n_experts=4, n_experts_per_token=1, renormalize_top_k=False, mlp_bias=True),
+    "sliding_window": dict(sliding_window=5),
+    "learned": dict(position="learned"),
+    "no_positions": dict(position="none"),
+    "post_norm": dict(norm_position="post", norm="layer", mlp="gelu"),
+    "biases": dict(norm="layer", mlp="relu", mlp_bias=True, attention_bias="all", tie_embeddings=False),
+    "no_residual": dict(residual=False),
+    "interleaved": dict(rope_layout="interleaved"),
+    "linear": dict(rope_scaling="linear", rope_factor=3.0),
+    "ntk": dict(rope_scaling="ntk", rope_factor=3.0),
+    "yarn": dict(rope_scaling="yarn", rope_factor=4.0, rope_original_max_seq_len=8, rope_theta=100.0),
+    "llama3": dict(rope_scaling="llama3", rope_factor=4.0, rope_original_max_seq_len=8),
+    "dynamic": dict(rope_scaling="dynamic", rope_factor=2.0, rope_original_max_seq_len=4),
+}
+TOKENS = 70  # more than two blocks of the cache
+# Sums in another order, over logits of size 1 to 10; a wrong position or head is off by whole units.
+EXACT = dict(rtol=1e-4, atol=1e-4)
+
+
+def make_model(**changes):
+    torch.manual_seed(0)
+    model = Transformer(ModelConfig(**{**SMALL, **changes}))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = 0.3 * torch.randn(parameter.shape)
+            parameter.copy_(1 + noise if parameter.dim() == 1 and name.endswith("weight") else noise)
+    return model.eval()
+
+
+def ids_of(model, tokens=TOKENS):
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(0, model.config.vocab_size, (tokens,), generator=generator).tolist()
+
+
+def plain_logits(model, ids, reach=TOKENS):
+    with torch.no_grad():
+        return model(torch.tensor([ids]), cache=KVCache(model.config, 1, reach)).logits[0]
+
+
+def exact_decoder(model, precision, **options):
+    """A decoder whose activations and cache are fp32, so that only the weights are rounded."""
+    decoder = Decoder(model, precision, reach=TOKENS, **options)
+    decoder.read_dtype = torch.float32
+    decoder._keys = [each.float() for each in decoder._keys]
+    decoder._values = [each.float() for each in decoder._values]
+    decoder.cache_dtype = torch.float32
+    return decoder
+
+
+def fast_logits(decoder, ids, read):
+    """Row i are the logits after ids[read - 1 + i]."""
+    return torch.stack([decoder.read(ids[:read]), *(decoder.step(id) for id in ids[read:])])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("precision", ["fp32", "int8"])
+def test_reading_in_chunks_and_stepping_equal_the_plain_model(kind, precision, monkeypatch):
+    monkeypatch.setattr(decode, "CHUNK", 5)
+    model = make_model(**KINDS[kind])
+    ids = ids_of(model)
+    fast = fast_logits(exact_decoder(model, precision, compile=False), ids, read=13)
+    torch.testing.assert_close(fast, plain_logits(rounded(model, precision), ids)[12:], **EXACT)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_every_precision_computes_what_its_rounded_weights_say(precision):
+    model = make_model()
+    ids = ids_of(model)
+    fast = fast_logits(exact_decoder(model, precision, compile=False), ids, read=3)
+    torch.testing.assert_close(fast, plain_logits(rounded(model, precision), ids)[2:], **EXACT)
+
+
+def test_the_check_sees_a_cache_that_is_off_by_one_slot():
+    model = make_model()
+    ids = ids_of(model)
+    decoder = exact_decoder(model, "fp32", compile=False)
+    decoder.read(ids[:10])
+    decoder.length = 11  # the control: position and slot 10 are left out
+    assert not torch.allclose(decoder.step(ids[10]), plain_logits(model, ids)[10], **EXACT)
+
+
+def test_a_bf16_cache_and_bf16_reading_stay_close():
+    model = make_model()
+    ids = ids_of(model)
+    decoder = Decoder(model, "bf16", reach=TOKENS, compile=False)
+    plain = plain_logits(rounded(model, "bf16"), ids)[12:]
+    # bf16 rounds to 1 part in 256; through two layers of 0.3-weights that came to 2 % of the spread of the logits.
+    assert (fast_logits(decoder, ids, read=13) - plain).std() < 0.06 * plain.std()
+
+
+def test_a_text_cut_short_goes_on_as_if_the_rest_had_never_been():
+    model = make_model(sliding_window=6)
+    ids = ids_of(model)
+    decoder = exact_decoder(model, "fp32", compile=False)
+    fast_logits(decoder, ids[:40], read=20)
+    decoder.truncate(25)
+    again = torch.stack([decoder.step(id) for id in ids[25:50]])
+    torch.testing.assert_close(again, plain_logits(model, ids)[25:50], **EXACT)
+
+
+@pytest.mark.parametrize("reach", [TOKENS, 33])
+def test_what_does_not_fit_is_refused_and_changes_nothing(reach):
+    model = make_model()
+    decoder = Decoder(model, reach=reach, compile=False)
+    decoder.read([1, 2, 3])
+    with pytest.raises(ClockhandError, match=f"at most {reach} tokens: 3 held"):
+        decoder.read([1] * reach)
+    with pytest.raises(ClockhandError, match="id 37 is outside the vocabulary of 37 ids"):
+        decoder.step(37)
+    with pytest.raises(ClockhandError, match="nothing to read"):
+        decoder.read([])
+    assert decoder.length == 3
+
+
+def test_only_the_weights_of_the_chosen_experts_count_as_read():
+    dense = Decoder(make_model(), compile=False).info.weight_bytes
+    moe = Decoder(make_model(n_experts=4, n_experts_per_token=1), compile=False).info.weight_bytes
+    assert moe - dense == 2 * 4 * 32 * 4  # the routers: layers · E · D · 4 bytes
+
+
+def test_without_a_compiler_compiling_is_refused_in_one_line(monkeypatch, tmp_path):
+    monkeypatch.setenv("CLOCKHAND_CACHE", str(tmp_path))
+    monkeypatch.setattr(decode, "compiler", lambda: None)
+    with pytest.raises(ClockhandError, match=r"needs a C\+\+ compiler"):
+        Decoder(make_model())
+
+
+@pytest.mark.skipif(decode.compiler() is None, reason="needs a C++ compiler")
+def test_one_graph_is_compiled_for_all_lengths_and_the_next_decoder_loads_it(monkeypatch, tmp_path):
+    monkeypatch.setenv("CLOCKHAND_CACHE", str(tmp_path))
+    model = make_model(n_layers=1)
+    ids = ids_of(model)
+    decoder = Decoder(model, reach=TOKENS)
+    assert decoder.info.compile_seconds > 0
+
+    def never(*ignored):
+        raise AssertionError("compiled again")
+
+    monkeypatch.setattr(decode, "_compile", never)
+    plain = plain_logits(model, ids)
+    torch.testing.assert_close(fast_logits(decoder, ids, read=3), plain[2:], **EXACT)
+    second = Decoder(model, reach=TOKENS)
+    assert second.info.compile_seconds == 0
+    torch.testing.assert_close(fast_logits(second, ids, read=40), plain[39:], **EXACT)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(decode.compiler() is None, reason="needs a C++ compiler")
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_compiled_step_equals_the_plain_model_for_every_kind(kind, monkeypatch, tmp_path):
+    monkeypatch.setenv("CLOCKHAND_CACHE", str(tmp_path))
+    model = make_model(**KINDS[kind])
+    ids = ids_of(model)
+    for precision in PRECISIONS if kind == "dense" else ["int8"]:
+        decoder = Decoder(model, precision, reach=TOKENS)
+        reference = Decoder(model, precision, reach=TOKENS, compile=False)
+        # Cache and activations are alike here, so both differ by the order of sums, and by a rounding of the cache.
+        difference = fast_logits(decoder, ids, read=3) - fast_logits(reference, ids, read=3)
+        assert difference.abs().max() < 0.05
