@@ -1,16 +1,16 @@
 """The KV cache: what attention remembers of the tokens it has seen.
 
 A cache is an object of its own, made by the caller and handed to the model, never hidden on it and never shared between
-two calls unless the caller does so. The slot of a token *is* its position in its row:
+two calls unless the caller does so. The place of a token *is* its position in its row:
 
     row 0   [k0 k1 k2 k3 k4 .  .  . ]   lengths[0] = 5
     row 1   [k0 k1 .  .  .  .  .  . ]   lengths[1] = 2; its padding was never stored
 
-so rows of different lengths need no bookkeeping, and the causal rule `slot <= position` also hides whatever lies beyond
-a row's end. Storage grows by doubling up to `max_seq_len`; one token more is refused.
+so rows of different lengths need no bookkeeping, and the causal rule `place <= position` also hides whatever lies
+beyond a row's end. Storage grows by doubling up to `max_seq_len`; one token more is refused.
 
-Of a model with a sliding window W nothing older than W is ever looked at again. There the slots are a ring, and slot =
-position modulo the ring's size, so a row of any length costs W - 1 + (the most tokens of one call):
+Of a model with a sliding window W nothing older than W is ever looked at again. There the places are a ring: place =
+position modulo the ring's size, and a row of any length costs W - 1 + (the most tokens of one call):
 
     ring    [k8 k9 k2 k3 k4 k5 k6 k7]   lengths[0] = 10; k0 and k1 are forgotten
 
@@ -33,7 +33,7 @@ _FIRST_CAPACITY = 64
 
 
 def row_capacity(config: ModelConfig, max_seq_len: int, call: int) -> int:
-    """The most slots a row of up to `max_seq_len` tokens takes when no call brings more than `call` of them at once."""
+    """The most places a row of up to `max_seq_len` tokens takes when no call brings more than `call` of them."""
     if not config.sliding_window:
         return max_seq_len
     return min(max_seq_len, config.sliding_window - 1 + max(call, SLACK))
@@ -122,7 +122,7 @@ class KVCache:
     def begin(self, positions: Tensor) -> Tensor:
         """Opens a call that will write at `positions` (B, T), -1 for padding; returns the key positions to see, (B, S).
 
-        A slot that holds nothing to be seen has key position -1 or one that the causal rule hides. Raises
+        A place that holds nothing to be seen has key position -1 or one that the causal rule hides. Raises
         `ClockhandError` when a position skips or repeats, or a row would outgrow max_seq_len; the cache is then as it
         was.
         """
@@ -156,9 +156,9 @@ class KVCache:
         keys, values = self._store.keys[layer][self._rows], self._store.values[layer][self._rows]
         stored = self._positions >= 0
         rows = torch.arange(self.batch_size, device=k.device)[:, None].expand_as(stored)[stored]
-        slots = self._positions[stored] % self.capacity
-        keys[rows, slots] = k[stored].to(keys.dtype)
-        values[rows, slots] = v[stored].to(values.dtype)
+        places = self._positions[stored] % self.capacity
+        keys[rows, places] = k[stored].to(keys.dtype)
+        values[rows, places] = v[stored].to(values.dtype)
         return keys[:, : self._reach].to(k.dtype), values[:, : self._reach].to(v.dtype)
 
     def can_truncate(self, length: int) -> bool:
@@ -196,10 +196,10 @@ class KVCache:
             raise ClockhandError(f"length = {length} is more than row {source} of {has} tokens still holds from 0")
         if source == target:
             return self.row(target).truncate(length)
-        slots = slice(0, self.capacity if self.config.sliding_window else length)
+        places = slice(0, self.capacity if self.config.sliding_window else length)
         for tensor in self._store.keys + self._store.values:
             rows = tensor[self._rows]
-            rows[target, slots] = rows[source, slots]
+            rows[target, places] = rows[source, places]
         self._store.first[self._rows][target] = self._store.first[self._rows][source] if length else 0
         self.lengths[target] = length
 
@@ -228,26 +228,26 @@ class KVCache:
         return twin
 
     def _held_positions(self) -> Tensor:
-        """The position that each slot holds, (B, capacity), -1 where none."""
+        """The position that each place holds, (B, capacity), -1 where none."""
         last = self.lengths[:, None] - 1  # (B, 1)
-        slots = torch.arange(self.capacity, device=last.device)
-        positions = last - (last - slots) % self.capacity  # the newest one that belongs in this slot
+        places = torch.arange(self.capacity, device=last.device)
+        positions = last - (last - places) % self.capacity  # the newest one that belongs in this place
         return positions.masked_fill(positions < self._store.first[self._rows, None], -1)
 
     @torch.inference_mode(False)  # or a cache first filled in that mode could not be written to outside it
     def _reserve(self, needed: int, limit: int) -> None:
-        """Room for `needed` slots a row; twice of what there was, as far as `limit` allows."""
+        """Room for `needed` places a row; twice of what there was, as far as `limit` allows."""
         if needed <= self.capacity:
             return
         whole = copy.copy(self)  # growing moves every row, also when asked for by a view of one
         whole._rows = slice(0, len(self._store.lengths))
         held = whole._held_positions() if self.capacity else self._store.lengths.new_empty(len(self._store.lengths), 0)
-        rows, old_slots = (held >= 0).nonzero(as_tuple=True)
+        rows, old_places = (held >= 0).nonzero(as_tuple=True)
         capacity = min(max(needed, 2 * self.capacity, _FIRST_CAPACITY), limit)
-        new_slots = held[rows, old_slots] % capacity
+        new_places = held[rows, old_places] % capacity
         for tensors in (self._store.keys, self._store.values):
             for layer, old in enumerate(tensors):
                 # Zeros, not garbage: a masked key is multiplied by weight 0, and 0 · NaN is NaN.
                 grown = old.new_zeros(old.shape[0], capacity, *old.shape[2:])
-                grown[rows, new_slots] = old[rows, old_slots]
+                grown[rows, new_places] = old[rows, old_places]
                 tensors[layer] = grown

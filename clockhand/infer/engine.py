@@ -1,0 +1,262 @@
+"""Many streams at once: requests join and leave between steps, and no stream's tokens depend on the others.
+
+A step reads downward: schedule, run, sample, hand back. Who runs is decided in `scheduler.py`, the model is run by a
+`Runner`, and a token is drawn by `sampling.py`, each request with its own settings and its own seed. Ids come in and
+ids go out; text is left to others.
+
+    engine = Engine(model, slots=8)
+    number = engine.submit(Request(ids=[1, 2, 3], max_new_tokens=20))
+    while not engine.idle:
+        for event in engine.step():
+            print(event.request, event.id, event.finish_reason)
+
+Memory is forecast and taken when the engine is made: `slots` texts of `max_seq_len` tokens each. A request that would
+need more is refused when it is submitted, and so is one that finds the queue full; once admitted it is never short.
+
+Threads: `submit` and `cancel` may be called from any thread, at any time; `step` from one thread at a time.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from clockhand.errors import ClockhandError
+from clockhand.infer.runner import ReferenceRunner, Runner
+from clockhand.infer.sampling import next_token_probabilities, sample
+from clockhand.infer.scheduler import Request, Running, Scheduler
+from clockhand.infer.settings import Sampling
+from clockhand.model.transformer import Transformer
+
+__all__ = ["Engine", "Event", "Request"]
+
+
+@dataclass(frozen=True)
+class Event:
+    """What one step adds to one request."""
+
+    request: int
+    """The number that `submit` gave."""
+    id: int | None
+    """The id drawn. None where the request ended without one, by an error."""
+    finish_reason: str | None
+    """None while it runs on; in its last event stop: it drew an end token; length: it has max_new_tokens; error."""
+    error: str | None = None
+    """What was wrong, where the reason is error."""
+
+
+_Draw = tuple[Tensor, Running, torch.Generator]
+"""The logits (V,) of a request, itself, and where its random numbers come from."""
+
+
+class Engine:
+    """Continuous batching. See the top of the file."""
+
+    def __init__(
+        self,
+        model: Transformer,
+        *,
+        slots: int = 8,
+        max_seq_len: int | None = None,
+        prefill_chunk: int = 256,
+        queue_limit: int = 1024,
+        memory_limit: int | None = None,
+        known_ids: int | None = None,
+        make_runner: Callable[[Transformer, int, int, int], Runner] = ReferenceRunner,
+    ) -> None:
+        """Takes the memory for `slots` texts of up to `max_seq_len` tokens (the model's), prompt and continuation.
+
+        `prefill_chunk` is the most ids of prompts that are read in one step; `queue_limit` the most requests that may
+        wait; `memory_limit` the most bytes of keys and values, beyond which no engine is made. Ids from `known_ids` on
+        (the tokenizer's vocab_size) are never drawn. The model is put into evaluation mode.
+
+        Raises `ClockhandError` for numbers that make no engine, or one beyond `memory_limit`.
+        """
+        config = model.config
+        max_seq_len = config.max_seq_len if max_seq_len is None else max_seq_len
+        sizes = dict(slots=slots, max_seq_len=max_seq_len, prefill_chunk=prefill_chunk, queue_limit=queue_limit)
+        for name, value in sizes.items():
+            if value < 1:
+                raise ClockhandError(f"{name} = {value} must be at least 1 in an engine")
+        if max_seq_len > config.max_seq_len:
+            raise ClockhandError(f"max_seq_len = {max_seq_len} must be at most the model's {config.max_seq_len}")
+        self.max_seq_len = max_seq_len
+        self.slot_bytes = ReferenceRunner.slot_bytes(model, max_seq_len, prefill_chunk)
+        """Bytes of keys and values that a slot takes."""
+        if memory_limit is not None and slots * self.slot_bytes > memory_limit:
+            raise ClockhandError(
+                f"slots = {slots} need {slots} × {self.slot_bytes:,} bytes of keys and values, more than "
+                f"memory_limit = {memory_limit:,}, which has room for {memory_limit // self.slot_bytes}"
+            )
+        model.eval()
+        self._vocab_size = config.vocab_size
+        self._known_ids = config.vocab_size if known_ids is None else known_ids
+        self._runner = make_runner(model, slots, max_seq_len, prefill_chunk)
+        self._scheduler = Scheduler(slots, prefill_chunk, queue_limit, self._runner.shares)
+        self._generators: dict[int, torch.Generator] = {}  # of every request that waits or runs
+        self._submitted = 0
+        self._lock = threading.Lock()
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of keys and values taken, for all slots; the same for as long as the engine lives."""
+        return self._runner.nbytes
+
+    @property
+    def idle(self) -> bool:
+        """Nothing runs and nothing waits."""
+        return self._scheduler.idle
+
+    @property
+    def free_slots(self) -> int:
+        return self._scheduler.free_slots
+
+    @property
+    def waiting(self) -> int:
+        """Requests in the queue."""
+        return self._scheduler.waiting
+
+    @property
+    def computed_tokens(self) -> int:
+        """Tokens that the model was run on so far."""
+        return self._scheduler.computed_tokens
+
+    @property
+    def reused_tokens(self) -> int:
+        """Tokens of prompts that the model was not run on, because another text had begun alike."""
+        return self._scheduler.reused_tokens
+
+    def submit(self, request: Request) -> int:
+        """Lines up a request; returns its number, by which events name it.
+
+        Raises `ClockhandError`, and nothing has happened, for a parameter that cannot be honoured, a request longer
+        than the memory planned for, or a full queue.
+        """
+        self._check(request)
+        running = Running(number=0, request=request, ids=list(request.ids))
+        generator = torch.Generator().manual_seed(request.seed)
+        with self._lock:
+            running.number = self._submitted
+            self._scheduler.submit(running)
+            self._submitted += 1
+            self._generators[running.number] = generator
+            return running.number
+
+    def cancel(self, number: int) -> bool:
+        """Ends a request without another event, and frees its slot at once. False if it had ended already."""
+        with self._lock:
+            return self._end(number)
+
+    def step(self) -> list[Event]:
+        """One token for every request that draws, a chunk for those whose prompts are being read; what came of it.
+
+        An exception of the runner ends the requests that this step ran, and leaves the others as they are.
+        """
+        with self._lock:
+            plan = self._scheduler.plan()
+            draws = [
+                (index, running, self._generators[running.number])
+                for index, running in enumerate(plan.drawing)
+                if running is not None
+            ]
+        try:
+            for opening in plan.openings:
+                self._runner.open(*opening)
+            logits = self._runner.run(plan.rows) if plan.rows else torch.empty(0, self._vocab_size)  # (rows, V)
+        except BaseException:
+            with self._lock:
+                for row in plan.rows:
+                    self._discard(row.slot)
+            raise
+        drawn = self._draw([(logits[index], running, generator) for index, running, generator in draws])
+        events = []
+        with self._lock:
+            for (index, running, _), outcome in zip(draws, drawn):
+                ended = running.number not in self._generators  # cancelled while the model ran
+                if isinstance(outcome, str):
+                    self._discard(plan.rows[index].slot)
+                if not ended:
+                    events.append(self._hand_back(running, outcome))
+        return events
+
+    def _draw(self, draws: Sequence[_Draw]) -> list[int | str]:
+        """For each an id, or what is wrong with its logits. Those with like settings are drawn together."""
+        outcomes: dict[int, int | str] = {}
+        alike: dict[Sampling, list[_Draw]] = {}
+        for logits, running, generator in draws:
+            request = running.request
+            logits[self._known_ids :] = -torch.inf  # a vocabulary may be padded with ids that stand for nothing
+            if len(running.ids) - len(request.ids) < request.min_new_tokens:
+                logits[list(request.stop_ids)] = -torch.inf
+            alike.setdefault(request.sampling, []).append((logits, running, generator))
+        for group in alike.values():
+            for (_, running, _), outcome in zip(group, _draw_alike(group)):
+                outcomes[running.number] = outcome
+        return [outcomes[running.number] for _, running, _ in draws]
+
+    def _hand_back(self, running: Running, outcome: int | str) -> Event:
+        """Takes in the id drawn, or the error, and settles whether it was the last."""
+        request, reason = running.request, None
+        if isinstance(outcome, str):
+            self._end(running.number)
+            return Event(running.number, None, "error", outcome)
+        running.ids.append(outcome)
+        if outcome in request.stop_ids:
+            reason = "stop"
+        elif len(running.ids) == running.reach:
+            reason = "length"
+        if reason is not None:
+            self._end(running.number)
+        return Event(running.number, outcome, reason)
+
+    def _end(self, number: int) -> bool:
+        self._scheduler.remove(number)
+        return self._generators.pop(number, None) is not None
+
+    def _discard(self, slot: int) -> None:
+        """Ends whoever is in this slot, and lets nobody inherit what its cache holds."""
+        running = self._scheduler.discard(slot)
+        if running is not None:
+            self._generators.pop(running.number, None)
+        self._runner.wipe(slot)
+
+    def _check(self, request: Request) -> None:
+        if not request.ids:
+            raise ClockhandError("ids = [] must have at least 1 id to continue")
+        for name, ids in (("ids", request.ids), ("stop_ids", request.stop_ids)):
+            for id in ids:
+                if type(id) is not int or not 0 <= id < self._vocab_size:
+                    allowed = f"the vocabulary of {self._vocab_size} ids (0 to {self._vocab_size - 1})"
+                    raise ClockhandError(f"{name} has {id!r}, which is outside {allowed}")
+        if type(request.sampling) is not Sampling:
+            raise ClockhandError(f"sampling = {request.sampling!r} must be of type Sampling")
+        for name, low, high in (
+            ("max_new_tokens", 1, 2**63 - 1),
+            ("min_new_tokens", 0, request.max_new_tokens),
+            ("seed", 0, 2**63 - 1),
+        ):
+            value = getattr(request, name)
+            if type(value) is not int or not low <= value <= high:
+                raise ClockhandError(f"{name} = {value!r} must be a whole number between {low} and {high}")
+        if (reach := len(request.ids) + request.max_new_tokens) > self.max_seq_len:
+            raise ClockhandError(
+                f"{len(request.ids)} ids and max_new_tokens = {request.max_new_tokens} make {reach} tokens, more than "
+                f"the {self.max_seq_len} that each slot of this engine has memory for"
+            )
+
+
+def _draw_alike(group: Sequence[_Draw]) -> list[int | str]:
+    """`Engine._draw` for requests with the same settings. A row that cannot be drawn from is refused alone."""
+    rows = [running for _, running, _ in group]
+    try:
+        probabilities = next_token_probabilities(
+            torch.stack([logits for logits, _, _ in group]),
+            [running.ids for running in rows],
+            rows[0].request.sampling,
+            [len(running.request.ids) for running in rows],
+        )
+    except ClockhandError as error:
+        return [str(error)] if len(group) == 1 else [_draw_alike([one])[0] for one in group]
+    return sample(probabilities, [generator for _, _, generator in group]).tolist()
