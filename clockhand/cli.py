@@ -17,6 +17,7 @@ import sys
 import traceback
 import typing
 from collections.abc import Callable, Collection, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -111,6 +112,10 @@ Settings = Annotated[
 
 SOURCES = "Files or folders of .txt .md .jsonl .csv .parquet (also .gz), builtin:shakespeare, builtin:python."
 Sources = Annotated[list[str], typer.Argument(metavar="SOURCE...", help=SOURCES)]
+FitMemory = Annotated[
+    float | None,
+    typer.Option(metavar="GB", help="Smaller micro-batches, as many tokens a step: the largest that fit."),
+]
 TextField = Annotated[
     str | None,
     typer.Option(help="Field or column that holds the text in .jsonl, .csv and .parquet.", show_default="text"),
@@ -293,6 +298,7 @@ def train(
         Path | None,
         typer.Option(metavar="FILE", help="Only run a step of bad-steps/ again, and name the layer that went wrong."),
     ] = None,
+    fit_memory: FitMemory = None,
     *,
     fields: dict[str, Any],
 ) -> None:
@@ -303,6 +309,7 @@ def train(
     from clockhand.memory import refuse_beyond_memory
     from clockhand.train.loop import train as run
     from clockhand.train.parallel import joined
+    from clockhand.train.plan import fit_micro_batch
     from clockhand.train.pretrain import corpus_for, model_config_for
     from clockhand.train.progress import make_reporter
 
@@ -342,6 +349,8 @@ def train(
     with joined(config) as ranks:
         corpus = Corpus.open(ranks.once(corpus_folder))
         model_config = model_config_for(preset, changes, corpus.tokenizer)
+        if fit_memory is not None:
+            config = fit_micro_batch(model_config, config, round(fit_memory * 1e9))
         result = run(model_config, config, corpus, out, make_reporter(), ranks)
     if not ranks.leads:
         return
@@ -349,6 +358,38 @@ def train(
         f"{out / 'final'}: validation loss {result.loss:.4f} nats per token, {result.bits_per_byte:.4f} bits per byte"
         f"\nnext: clockhand generate {out} --prompt '...'"
     )
+
+
+@app.command("plan")
+@flags_from(TrainConfig)
+def plan(
+    preset: Annotated[str, typer.Argument(metavar="PRESET|FOLDER", help="A preset, a model folder or a run folder.")],
+    settings: Settings = None,
+    fit_memory: FitMemory = None,
+    as_json: Json = False,
+    *,
+    fields: dict[str, Any],
+) -> None:
+    """What a training run will need here: memory term by term, time, tokens. Trains a few steps on random ids."""
+    from clockhand import inspection
+    from clockhand.train.plan import fit_micro_batch, measure_speed, plan_json
+
+    config = TrainConfig(**fields)
+    label, model_config = inspection.resolve(preset, parse_settings(ModelConfig, settings or []))
+    if config.seq_len > model_config.max_seq_len:
+        raise ClockhandError(f"seq_len = {config.seq_len} must be at most max_seq_len = {model_config.max_seq_len}")
+    if fit_memory is not None:
+        config = fit_micro_batch(model_config, config, round(fit_memory * 1e9))
+    found = plan_json(model_config, config, measure_speed(model_config, config))
+    if as_json:
+        print_json(found | {"batch_size": config.batch_size, "accumulate": config.accumulate})
+        return
+    print(f"{label}: {found['parameters']:,} parameters, {config.dtype}")
+    print(f"  {config.accumulate} micro-batches of {config.batch_size} × {config.seq_len} tokens a step")
+    for name, size in found["memory"].items():
+        print(f"  {name:<12}{size / 1e9:9.3f} GB")
+    print(f"  {found['tok_per_s']:,.0f} tok/s, {found['seconds_per_step']:.3f} s a step")
+    print(f"  {config.steps:,} steps, {found['tokens']:,} tokens: {timedelta(seconds=round(found['seconds']))}")
 
 
 @app.command()

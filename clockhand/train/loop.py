@@ -35,7 +35,7 @@ from clockhand.infer.generate import generate_text
 from clockhand.infer.settings import Sampling
 from clockhand.interop.hf import save_model
 from clockhand.memory import refuse_beyond_memory
-from clockhand.train import run_folder
+from clockhand.train import plan, run_folder
 from clockhand.train.bad_step import keep_bad_step, parameter_norms
 from clockhand.train.checkpoint import (
     Checkpoint,
@@ -110,6 +110,7 @@ class Trainer:
         if config.checkpoint_activations:
             self.model.run_block = recomputing(self.model.run_block)
         self.optimizer = make_optimizer(self.model, config)
+        self.memory_before = plan.resident_bytes()  # with the weights, before any step
         self.step = self.saved_step = 0  # updates so far, and at the newest checkpoint
         self.earlier_seconds = 0.0  # that earlier processes of this run have spent
         self._open()
@@ -173,7 +174,17 @@ class Trainer:
             whole = self.ranks.whole(self.model)
             if self.ranks.leads and whole is not None:
                 save_model(whole, self.out / "final", self.corpus.tokenizer)
+            self._report_memory()
             return evaluation
+
+    def _report_memory(self) -> None:
+        """The forecast of `clockhand plan` beside what happened, where that can be known."""
+        on_cpu = next(self.model.parameters()).device.type == "cpu"
+        if self.memory_before is None or self.ranks.size > 1 or not on_cpu:
+            return
+        forecast = plan.forecast_memory(self.model.config, self.config)
+        grown = plan.peak_resident_bytes() - self.memory_before + forecast.weights
+        self.reporter.note(f"memory: grew by {grown / 1e9:.2f} GB at most; {forecast.peak / 1e9:.2f} GB were forecast")
 
     def is_due(self, every: int) -> bool:
         """Something is due at multiples of `every`, if that is not 0, and at the end."""

@@ -1,0 +1,234 @@
+"""What a run will need, before it is started: memory term by term, time, tokens.
+
+Memory is a sum of terms, and here is where each is written down. B rows in a micro-batch, N = B·T tokens, L blocks:
+
+    weights       4 bytes each
+    gradients     4 bytes each; there from the first backward pass of a step to its end
+    optimizer     what it remembers: 8 bytes for each weight (AdamW)
+    activations   what autograd keeps of a block, L times; with checkpoint_activations the inputs of L and one whole.
+                  One block of this model is run on one row and on two, so this term cannot fall behind the code
+    logits        N·V values, as often as the loss holds them at once (LOGITS_COPIES)
+    overhead      what no tensor asked for: buffers of the matrix libraries, and holes between blocks of memory. Fitted
+                  to measurements (LOG.md), like nothing else here
+
+They are not all there at once: when the loss is computed there are no gradients yet (unless micro-batches are being
+accumulated), and when the gradients are complete there are no activations any more. The peak is the larger of the
+moments. It is what a run needs beyond the interpreter with torch in it, which are about 0.4 GB more.
+
+Time is measured: some steps of the model with one block and with a few, and a straight line through both.
+"""
+
+import dataclasses
+import resource
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from clockhand.config import ModelConfig
+from clockhand.count import total_parameters
+from clockhand.data.loader import Batch
+from clockhand.errors import ClockhandError
+from clockhand.model.transformer import Transformer
+from clockhand.train.config import TrainConfig
+from clockhand.train.optim import clip_gradients, make_optimizer
+from clockhand.train.parallel import Ranks
+from clockhand.train.recompute import recomputing
+
+FP32 = 4
+ADAMW_BYTES = 2 * FP32
+"""Mean of the gradient and of its square, for each weight."""
+LOGITS_COPIES = {"float32": 3 * FP32, "bfloat16": 3 * FP32 + 2}
+"""Bytes for each logit when the loss goes backward: log softmax, the slope that comes in and the one that goes out, and
+in bfloat16 the logits themselves."""
+OVERHEAD_BYTES, OVERHEAD_SHARE = 55_000_000, 0.12
+TRIAL_BLOCKS, TRIAL_STEPS = 3, 3
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes, term by term."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    logits: int
+    block: int
+    """Activations of the one block whose gradient is being taken, and their gradients."""
+    accumulating: bool
+    """Whether gradients of earlier micro-batches are there during the loss."""
+
+    @property
+    def tensors(self) -> int:
+        """The largest sum of tensors that are there at one moment."""
+        kept = self.weights + self.optimizer
+        loss = self.activations + self.logits + (self.gradients if self.accumulating else 0)
+        return kept + max(loss, self.gradients + self.block)
+
+    @property
+    def overhead(self) -> int:
+        return OVERHEAD_BYTES + round(OVERHEAD_SHARE * self.tensors)
+
+    @property
+    def peak(self) -> int:
+        """What the process grows by."""
+        return self.tensors + self.overhead
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Seconds of one trained step, and of one micro-batch that is only read."""
+
+    step: float
+    read: float
+
+
+def forecast_memory(model: ModelConfig, config: TrainConfig, batch_size: int | None = None) -> Memory:
+    """The memory of a run on one process, for `batch_size` rows in a micro-batch (default: the config's)."""
+    rows = batch_size or config.batch_size
+    weights = total_parameters(model) * FP32
+    once, per_row = _kept_by_a_block(model, config)
+    tokens, stream = rows * config.seq_len, rows * config.seq_len * model.d_model * FP32
+    block = once + rows * per_row
+    whole = model.n_layers * stream + block if config.checkpoint_activations else model.n_layers * block
+    return Memory(
+        weights=weights,
+        gradients=weights,
+        optimizer=total_parameters(model) * ADAMW_BYTES,
+        activations=whole + 2 * stream,  # and what the final norm reads and gives
+        logits=tokens * model.vocab_size * LOGITS_COPIES[config.dtype],
+        block=block,
+        accumulating=config.accumulate > 1,
+    )
+
+
+def fit_micro_batch(model: ModelConfig, config: TrainConfig, budget: int) -> TrainConfig:
+    """The config with the largest micro-batch whose peak is at most `budget` bytes, and as many tokens a step.
+
+    Raises `ClockhandError` when not even one row fits.
+    """
+    total = config.batch_size * config.accumulate
+    for rows in sorted((rows for rows in range(1, config.batch_size + 1) if total % rows == 0), reverse=True):
+        fitting = dataclasses.replace(config, batch_size=rows, accumulate=total // rows)
+        if (peak := forecast_memory(model, fitting).peak) <= budget:
+            return fitting
+    raise ClockhandError(
+        f"one row of seq_len = {config.seq_len} needs {peak / 1e9:.2f} GB and there are {budget / 1e9:.2f} GB; "
+        "try a shorter seq_len, a smaller model or --checkpoint-activations"
+    )
+
+
+def measure_speed(model: ModelConfig, config: TrainConfig) -> Speed:
+    """Trains a few steps on random ids, with one block and with a few, and draws the line to all of them."""
+    few = min(model.n_layers, TRIAL_BLOCKS)
+    one, some = _trial(model, config, 1), _trial(model, config, few)
+    more = (model.n_layers - few) / max(few - 1, 1)
+    micro, update, read = (b + more * max(b - a, 0) for a, b in zip(one, some))
+    return Speed(config.accumulate * micro + update, read)
+
+
+def forecast_seconds(config: TrainConfig, speed: Speed) -> float:
+    """Of the whole run: its steps and its evaluations."""
+    evaluations = 1 + (config.steps - 1) // config.eval_every + 1 if config.eval_every else 1
+    return config.steps * speed.step + evaluations * config.eval_windows / config.batch_size * speed.read
+
+
+def plan_json(model: ModelConfig, config: TrainConfig, speed: Speed) -> dict[str, Any]:
+    """Everything that is forecast, ready for json: bytes, seconds, tokens."""
+    memory = forecast_memory(model, config)
+    return {
+        "parameters": total_parameters(model),
+        "memory": {name: value for name, value in asdict(memory).items() if name != "accumulating"}
+        | {"overhead": memory.overhead, "peak": memory.peak},
+        "tokens": config.steps * config.tokens_per_step,
+        "tokens_per_step": config.tokens_per_step,
+        "seconds_per_step": speed.step,
+        "tok_per_s": config.tokens_per_step / speed.step,
+        "seconds": forecast_seconds(config, speed),
+    }
+
+
+def resident_bytes() -> int | None:
+    """Memory this process holds now; None where Linux's /proc does not say."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    except OSError:
+        return None
+
+
+def peak_resident_bytes() -> int:
+    """The most memory this process ever held."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _kept_by_a_block(model: ModelConfig, config: TrainConfig) -> tuple[int, int]:
+    """Bytes that autograd keeps of one block: those that do not depend on the rows, and those of each row."""
+    experts = min(model.n_experts, model.n_experts_per_token + 1)  # those that no token visits keep nothing
+    small = dataclasses.replace(model, n_layers=1, n_experts=experts, vocab_size=2)
+    network = Transformer(small)
+    one, two = (_kept(network, rows, config) for rows in (1, 2))
+    stream = 2 * config.seq_len * model.d_model * FP32  # what the final norm reads and gives, which is not the block's
+    return max(2 * one - two, 0), max(two - one - stream, 0)
+
+
+def _kept(network: Transformer, rows: int, config: TrainConfig) -> int:
+    weights = {p.untyped_storage().data_ptr() for p in network.parameters()}
+    kept: dict[int, tuple[int, Tensor]] = {}  # by address; the tensor is held, or its address would be used again
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes(), tensor
+        return tensor
+
+    ids = torch.zeros(rows, config.seq_len, dtype=torch.int64)
+    with (
+        torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
+        torch.autocast("cpu", torch.bfloat16, enabled=config.dtype == "bfloat16"),
+    ):
+        network.hidden(ids)
+    return sum(size for size, _ in kept.values())
+
+
+def _trial(model: ModelConfig, config: TrainConfig, blocks: int) -> tuple[float, float, float]:
+    """Median seconds of forward and backward of a micro-batch, of the update, and of a forward alone."""
+    network, loss_of = Ranks().build(
+        dataclasses.replace(model, n_layers=blocks), config.seed, config.dtype, torch.device("cpu")
+    )
+    if config.checkpoint_activations:
+        network.run_block = recomputing(network.run_block)
+    optimizer = make_optimizer(network, config)
+    ids = torch.randint(model.vocab_size, (config.batch_size, config.seq_len))
+    batch = Batch(ids, ids, documents=None)
+
+    def micro() -> None:
+        total, balance = loss_of(batch)
+        (total / ids.numel() + balance).backward()
+
+    def update() -> None:
+        clip_gradients(network.parameters(), config.clip_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    times = [
+        [_seconds(micro), _seconds(update), _seconds(lambda: _read(loss_of, batch))] for _ in range(TRIAL_STEPS + 1)
+    ]
+    first, second, third = (statistics.median(each) for each in zip(*times[1:]))  # the first has warmed up
+    return first, second, third
+
+
+@torch.no_grad()
+def _read(loss_of: nn.Module, batch: Batch) -> None:
+    loss_of(batch)
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
