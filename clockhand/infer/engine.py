@@ -232,6 +232,9 @@ class Engine:
                     raise ClockhandError(f"{name} has {id!r}, which is outside {allowed}")
         if type(request.sampling) is not Sampling:
             raise ClockhandError(f"sampling = {request.sampling!r} must be of type Sampling")
+        for id, _ in request.sampling.logit_bias:
+            if id >= self._known_ids:
+                raise ClockhandError(f"logit_bias of id {id} is outside the vocabulary of {self._known_ids} ids")
         for name, low, high in (
             ("max_new_tokens", 1, 2**63 - 1),
             ("min_new_tokens", 0, request.max_new_tokens),

@@ -238,6 +238,7 @@ REFUSED = {
     "more at least than at most": (dict(max_new_tokens=3, min_new_tokens=4), "min_new_tokens = 4 .* between 0 and 3"),
     "a seed below 0": (dict(seed=-1), "seed = -1 must be"),
     "no sampling": (dict(sampling=None), "sampling = None must be of type Sampling"),
+    "a bias of no id": (dict(sampling=Sampling(logit_bias={64: 1.0})), "logit_bias of id 64 is outside"),
     "too long": (
         dict(ids=[1] * 30, max_new_tokens=11),
         "30 ids and max_new_tokens = 11 make 41 tokens, more than the 40",
