@@ -23,7 +23,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from clockhand.data.tokenizer import Tokenizer
 from clockhand.errors import ClockhandError
+from clockhand.infer.generate import Piece, TextBeforeStop
 from clockhand.infer.sampling import draw_numbers, look_up, next_token_probabilities
 from clockhand.infer.settings import PLAIN, Sampling
 from clockhand.model.cache import SLACK, KVCache
@@ -245,6 +247,32 @@ class Speculation:
         logits[:short, list(self.stop_ids)] = -torch.inf
         history = [ids + draft[:n] for n in range(len(draft) + 1)]
         return next_token_probabilities(logits, history, self.sampling, [len(self.prompt)] * len(history))
+
+
+def speculative_pieces(
+    speculation: Speculation, tokenizer: Tokenizer, stop_strings: Collection[str] = ()
+) -> Iterator[Piece]:
+    """The text of a speculation as it comes, in the pieces that `generate.stream` yields for one prompt."""
+    prompt, most = speculation.prompt, speculation.max_new_tokens
+    room = min(most, speculation.model.config.max_seq_len - len(prompt))
+    limit = "length" if room == most else "context"
+    text = TextBeforeStop(tokenizer, stop_strings, after=prompt[-1])
+    if room == 0:
+        yield Piece(0, None, "", limit)
+    for count, id in enumerate(speculation, start=1):
+        ended, may_stop = id in speculation.stop_ids, count >= speculation.min_new_tokens
+        said, reason = "" if ended else text.push(id, may_stop), None
+        if ended:
+            reason = "stop"
+        elif text.stopped:
+            reason = "stop_string"
+        elif count == room:
+            reason = limit
+        if reason is not None:
+            said += text.flush(may_stop)
+        yield Piece(0, id, said, reason)
+        if reason is not None:
+            return
 
 
 def _accept(

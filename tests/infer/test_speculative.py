@@ -7,11 +7,12 @@ import pytest
 import torch
 
 from clockhand.config import ModelConfig
+from clockhand.data.tokenizer import Tokenizer
 from clockhand.errors import ClockhandError
-from clockhand.infer.generate import generate
+from clockhand.infer.generate import generate, stream
 from clockhand.infer.sampling import next_token_probabilities
 from clockhand.infer.settings import GREEDY, PLAIN, Sampling
-from clockhand.infer.speculative import ModelDrafter, NgramDrafter, Payoff, Speculation
+from clockhand.infer.speculative import ModelDrafter, NgramDrafter, Payoff, Speculation, speculative_pieces
 from clockhand.model.transformer import Transformer
 
 KINDS = {
@@ -106,6 +107,26 @@ def test_end_tokens_lengths_and_unknown_ids_are_as_in_plain_decoding():
         assert list(run) == expected
     run = Speculation(model=model, prompt=prompt, drafter=Knows(prompt + text), known_ids=10, max_new_tokens=50)
     assert max(run) < 10
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(max_new_tokens=40),
+        dict(max_new_tokens=0),
+        dict(max_new_tokens=1000),
+        dict(max_new_tokens=60, stop_strings=["\x7f", "e"]),
+        dict(max_new_tokens=60, stop_strings=["e"], min_new_tokens=30),
+        dict(max_new_tokens=60, stop_ids=range(0, 256, 8)),
+    ],
+)
+def test_the_pieces_are_those_of_plain_streaming(options):
+    tokenizer = Tokenizer.train([], kind="byte")
+    model, prompt = small_model(vocab_size=tokenizer.vocab_size, max_seq_len=100), [100, 101, 102]
+    expected = list(stream(model, [prompt], GREEDY, tokenizer=tokenizer, **{"stop_ids": [], **options}))
+    stop_strings = options.pop("stop_strings", ())
+    run = Speculation(model=model, prompt=prompt, drafter=NgramDrafter(shortest=1), sampling=GREEDY, **options)
+    assert list(speculative_pieces(run, tokenizer, stop_strings)) == expected
 
 
 class Draws:
