@@ -299,6 +299,11 @@ def train(
         typer.Option(metavar="FILE", help="Only run a step of bad-steps/ again, and name the layer that went wrong."),
     ] = None,
     fit_memory: FitMemory = None,
+    prove_resume: Annotated[
+        bool,
+        typer.Option("--prove-resume", help="Only show that a run that is killed and resumed ends in the same bits."),
+    ] = False,
+    kills: Annotated[int | None, typer.Option(help="With --prove-resume: how many.", show_default="3")] = None,
     *,
     fields: dict[str, Any],
 ) -> None:
@@ -317,7 +322,15 @@ def train(
         from clockhand.train.bad_step import lines_of
         from clockhand.train.bad_step import replay as run_again
 
-        flags = {"--data": data, "--out": out, "--set": settings, "--tokenizer": tokenizer or None}
+        flags = {
+            "--prove-resume": prove_resume,
+            "--kills": kills,
+            "--fit-memory": fit_memory,
+            "--data": data,
+            "--out": out,
+            "--set": settings,
+            "--tokenizer": tokenizer or None,
+        }
         typed = {f"--{name.replace('_', '-')}": value for name, value in fields.items()}
         refuse_idle({**flags, **typed}, "with --replay, whose file says everything")
         print("\n".join(lines_of(run_again(replay))))
@@ -330,6 +343,12 @@ def train(
     first = model_config_for(preset, changes)  # a mistake in the model is told before any text is read
     if config.device == "cpu" or not torch.cuda.is_available():
         refuse_beyond_memory(first)
+    if prove_resume:
+        refuse_idle({"--out": out, "--fit-memory": fit_memory}, "with --prove-resume")
+        corpus_settings = corpus_flags(tokenizer, kind, vocab_size, text_field, val_fraction)
+        print_certificate(data, preset, changes, config, 3 if kills is None else kills, corpus_settings)
+        return
+    refuse_idle({"--kills": kills}, "without --prove-resume")
     out = out or Path("runs") / f"{preset}-{Path(data[0].removeprefix('builtin:')).name.split('.')[0]}"
 
     def corpus_folder() -> str:
@@ -709,6 +728,37 @@ def print_lengths(answer: dict[str, Any]) -> None:
     for scaling, perplexities in answer["perplexity"].items():
         rows.add_row(scaling, *(f"{each:.2f}" for each in perplexities))
     print_rich(rows)
+
+
+def print_certificate(
+    data: list[str],
+    preset: str,
+    changes: dict[str, Any],
+    config: TrainConfig,
+    kills: int,
+    corpus_settings: dict[str, Any],
+) -> None:
+    """`train --prove-resume`. Exits with 1 where the killed run is another."""
+    import tempfile
+
+    from clockhand.train.pretrain import corpus_for, model_config_for
+    from clockhand.train.prove import lines_of
+    from clockhand.train.prove import prove_resume as prove
+
+    if kills < 1:
+        raise ClockhandError(f"--kills {kills} must be at least 1")
+    if "RANK" in os.environ:
+        raise ClockhandError("--prove-resume starts its own processes: run it without torchrun")
+    with tempfile.TemporaryDirectory(prefix="clockhand-prove-") as folder:
+        with corpus_progress() as progress:
+            corpus = corpus_for(
+                data, Path(folder) / "text", preset, changes, progress, seed=config.seed, **corpus_settings
+            )
+        model_config = model_config_for(preset, changes, corpus.tokenizer)
+        certificate = prove(model_config, config, corpus, kills, Path(folder), say)
+    print("\n".join(lines_of(certificate)))
+    if certificate.difference:
+        raise typer.Exit(1)
 
 
 def corpus_flags(

@@ -182,6 +182,26 @@ def test_a_step_that_went_wrong_is_run_again_and_the_layer_named(run, notes, tmp
     assert_refused(run("train", "--replay", notes / "1.txt"), "1.txt", "no bad step")
 
 
+@pytest.mark.parametrize("difference", ["", "log, step 3: train/loss is 1.0 straight and 2.0 killed"])
+def test_a_resume_certificate_is_printed_and_its_failure_is_an_exit_code(run, notes, monkeypatch, difference):
+    from clockhand.train import prove
+
+    def made(model_config, config, corpus, kills, folder, say):
+        assert (model_config.d_model, config.steps, kills) == (32, 6, 2)
+        assert corpus.folder.is_relative_to(folder)
+        return prove.Certificate(6, {"weights": "ab" * 32}, [prove.Kill(2, 0, True)], difference)
+
+    monkeypatch.setattr(prove, "prove_resume", made)
+    command = ["train", "--data", notes, *SMALL, *BRIEF, "--vocab-size", 280, "--steps", 6, "--prove-resume"]
+    code, out, _ = run(*command, "--kills", 2)
+    assert code == (1 if difference else 0)
+    assert "killed     after step 2 while writing to the disk, back to 0" in out
+    assert (difference or "weights    sha256 abab") in out
+    assert_refused(run(*command, "--kills", 0), "--kills 0")
+    assert_refused(run(*command, "--out", "runs/x"), "--out runs/x has no effect")
+    assert_refused(run(*command[:-1], "--kills", 3), "--kills 3 has no effect without --prove-resume")
+
+
 def test_a_file_of_prompts_is_one_batch_and_json_tells_how_each_ended(run, trained, tmp_path):
     (tmp_path / "prompts.txt").write_bytes("Note\f\u20281\r\nThe clock\n".encode())
     options = ("--prompts-file", tmp_path / "prompts.txt", "--max-new-tokens", 4, "--temperature", 0)

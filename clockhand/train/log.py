@@ -16,6 +16,9 @@ from typing import Any
 from clockhand.disk import write_text
 from clockhand.errors import ClockhandError
 
+CLOCKED = ("time", "train/tok_per_s")
+"""The keys whose values a clock has measured. All others are functions of configs, data and seed."""
+
 
 class RunLog:
     def __init__(self, path: Path, step: int) -> None:

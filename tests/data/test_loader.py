@@ -78,6 +78,20 @@ def test_rows_of_a_batch_are_the_batch(poems: Corpus):
     assert len(windows.batch(5, slice(0, 0)).ids) == 0
 
 
+@pytest.mark.parametrize(("batch_size", "accumulate", "ranks"), [(8, 1, 3), (4, 2, 1), (4, 2, 2), (2, 4, 2), (1, 8, 1)])
+def test_at_equal_global_batch_a_step_has_the_same_samples_in_the_same_order(
+    poems: Corpus, batch_size: int, accumulate: int, ranks: int
+):
+    whole = TrainWindows(poems, 8, 32, seed=3)
+    parts = TrainWindows(poems, batch_size, 32, seed=3)
+    assert parts.windows_per_epoch < 60 * 8, "so that the steps cross the border of an epoch"
+    for step in (0, 1, 59, 60):
+        micro_batches = range(step * accumulate, (step + 1) * accumulate)
+        shares = [slice(batch_size * r // ranks, batch_size * (r + 1) // ranks) for r in range(ranks)]
+        rows = torch.cat([parts.batch(micro, share).ids for micro in micro_batches for share in shares])
+        assert torch.equal(rows, whole.batch(step).ids)
+
+
 @pytest.mark.parametrize("batch_size", [1, 4, 7, 50])
 @pytest.mark.parametrize("seq_len", [10, 64])
 def test_an_epoch_visits_every_window_once(book: Corpus, batch_size: int, seq_len: int):

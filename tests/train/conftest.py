@@ -8,7 +8,7 @@ import torch
 from clockhand.config import ModelConfig
 from clockhand.data.shards import Corpus, CorpusSettings, prepare
 from clockhand.train.config import TrainConfig
-from clockhand.train.log import read_log
+from clockhand.train.log import CLOCKED, read_log
 
 
 @pytest.fixture(scope="session")
@@ -49,7 +49,6 @@ def rows_of():
     """The log of a run folder, without what a clock has measured."""
 
     def read(out: Path) -> list[dict]:
-        clocked = ("time", "train/tok_per_s")
-        return [{k: v for k, v in row.items() if k not in clocked} for row in read_log(out / "log.jsonl")]
+        return [{k: v for k, v in row.items() if k not in CLOCKED} for row in read_log(out / "log.jsonl")]
 
     return read

@@ -83,14 +83,17 @@ def four_rows_of_unequal_length(vocab_size: int) -> tuple[torch.Tensor, torch.Te
     return ids, targets
 
 
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "documents"])
 @pytest.mark.parametrize("experts", [0, 2])
-def test_four_micro_batches_of_one_row_equal_one_of_four_rows(trainer, experts):
+def test_four_micro_batches_of_one_row_equal_one_of_four_rows(trainer, experts, packed):
     # The balance loss is no sum over tokens, but a product of two means over a micro-batch: it is left out here.
     moe = {"n_experts": experts, "balance_coef": 0.0} if experts else {}
     split, whole = trainer(moe, batch_size=1, accumulate=4), trainer(moe, batch_size=4, accumulate=1)
     ids, targets = four_rows_of_unequal_length(whole.model.config.vocab_size)
-    split.windows = Windows([Batch(ids[b : b + 1], targets[b : b + 1], None) for b in range(4)])
-    whole.windows = Windows([Batch(ids, targets, None)])
+    documents = torch.arange(32) // torch.tensor([[5], [11], [32], [3]]) if packed else None  # (4, 32)
+    rows = [slice(b, b + 1) for b in range(4)]
+    split.windows = Windows([Batch(ids[b], targets[b], None if documents is None else documents[b]) for b in rows])
+    whole.windows = Windows([Batch(ids, targets, documents)])
     rows = split.update(), whole.update()
     assert rows[0]["train/loss"] == pytest.approx(rows[1]["train/loss"], rel=1e-6)
     assert rows[0]["train/grad_norm"] == pytest.approx(rows[1]["train/grad_norm"], rel=1e-5)
