@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from clockhand.data.corpora import Report
     from clockhand.data.shards import Corpus
     from clockhand.data.tokenizer import Tokenizer
+    from clockhand.infer.generate import Piece
     from clockhand.model.transformer import Transformer
 
 _SETTINGS = {"help_option_names": ["-h", "--help"], "token_normalize_func": lambda token: token.replace("_", "-")}
@@ -439,29 +440,92 @@ def generate(
         Path | None, typer.Option(help="A file with a prompt on each line, run as one batch.")
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens to draw for each prompt at most.")] = 256,
+    min_new_tokens: Annotated[int, typer.Option(help="Before so many no end token or --stop ends the text.")] = 0,
     stop: Annotated[list[str] | None, typer.Option(help="End before this text. Repeat for more.")] = None,
+    stop_id: Annotated[
+        list[int] | None, typer.Option(help="End with this token, as with the model's own. Repeat for more.")
+    ] = None,
+    logit_bias: Annotated[
+        list[str] | None,
+        typer.Option(metavar="ID=VALUE", help="Add to the logit of a token; -inf forbids it. Repeat for more."),
+    ] = None,
+    n: Annotated[int, typer.Option("--n", help="Completions of each prompt, with the seeds seed, seed + 1, ...")] = 1,
     seed: Seed = 0,
+    rope_scaling: Annotated[
+        str | None,
+        typer.Option(help="Stretch the context: linear | ntk | dynamic | yarn | llama3; or none, as it was trained."),
+    ] = None,
+    rope_factor: Annotated[
+        float | None, typer.Option(help="By how much the context it was trained with is stretched.")
+    ] = None,
+    inference_rope_scaling: Annotated[
+        bool, typer.Option("--inference-rope-scaling", help="MiniMind's switch: YaRN, 16 × 2,048.")
+    ] = False,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="What each stage of the sampling did to the candidates of each token.")
+    ] = False,
+    logprobs: Annotated[
+        int | None,
+        typer.Option(help="With --json: how probable the model found each token, and so many of the best."),
+    ] = None,
     as_json: Json = False,
     *,
     fields: dict[str, Any],
 ) -> None:
-    """Continue a text. One prompt streams as it is written; a file of prompts prints when done."""
+    """Continue a text. One prompt streams as it is written; several prompts or completions print when done."""
     from clockhand.infer.generate import generate_text, prompt_ids, stream
+    from clockhand.infer.stretch import stretched
+    from clockhand.train.run_folder import trained_seq_len
 
-    sampling = Sampling(**fields)
+    if logprobs is not None and not as_json:
+        raise ClockhandError(f"--logprobs {logprobs} has no effect without --json")
+    sampling = Sampling(**fields, logit_bias=read_bias(logit_bias or []))
     prompts = read_prompts(prompt, prompts_file)
     network, tokenizer, stop_ids = load(model)
-    options: Any = {"stop_ids": stop_ids, "max_new_tokens": max_new_tokens, "stop_strings": stop or [], "seed": seed}
-    if as_json or prompts_file is not None:
+    network = stretched(network, rope_scaling, rope_factor, inference_rope_scaling, trained_seq_len(model))
+    if stop_id:
+        own = [tokenizer.eos_id] if stop_ids is None and tokenizer.eos_id is not None else stop_ids or ()
+        stop_ids = (*own, *stop_id)
+    options: Any = {
+        "stop_ids": stop_ids,
+        "max_new_tokens": max_new_tokens,
+        "min_new_tokens": min_new_tokens,
+        "stop_strings": stop or [],
+        "n": n,
+        "seed": seed,
+        "logprobs": logprobs,
+        "explain": explain,
+    }
+    several = prompts_file is not None or n > 1
+    if as_json or several:
+        from clockhand.infer.explain import as_json as explanation_as_json
+        from clockhand.infer.explain import render
+
         completions = generate_text(network, tokenizer, prompts, sampling, **options)
-        rows = [{"prompt": text, **vars(completion)} for text, completion in zip(prompts, completions)]
+        asked = [text for text in prompts for _ in range(n)]
         if as_json:
-            print_json(rows if prompts_file is not None else rows[0])
+            rows = []
+            for text, completion in zip(asked, completions):
+                row = {"prompt": text, **dataclasses.asdict(completion)}
+                if completion.logprobs is None:
+                    del row["logprobs"]
+                del row["explanations"]
+                if completion.explanations is not None:
+                    row["explanations"] = [explanation_as_json(each, tokenizer) for each in completion.explanations]
+                rows.append(row)
+            print_json(rows if several else rows[0])
         else:
-            print("\n\n".join(row["prompt"] + row["text"] for row in rows))
+            for number, (text, completion) in enumerate(zip(asked, completions)):
+                print(end="\n" if number else "")
+                for why in completion.explanations or ():
+                    print(render(why, tokenizer), end="\n\n")
+                print(text + completion.text)
         return
 
     pieces = stream(network, [prompt_ids(tokenizer, prompts[0])], sampling, tokenizer=tokenizer, **options)
+    if explain:
+        print_explained(prompts[0], pieces, tokenizer)
+        return
     write(prompts[0])
     for piece in pieces:
         write(piece.text)
@@ -833,6 +897,34 @@ def refuse_idle(flags: dict[str, Any], where: str) -> None:
         if value not in (None, False):
             given = flag if value is True else f"{flag} {value}"
             raise ClockhandError(f"{given} has no effect {where}")
+
+
+def read_bias(settings: list[str]) -> dict[int, float]:
+    """`["7=1.5", "9=-inf"]` as a `logit_bias`."""
+    bias: dict[int, float] = {}
+    for setting in settings:
+        id, _, value = setting.partition("=")
+        try:
+            if int(id) in bias:
+                raise ClockhandError(f"--logit-bias {setting}: id {int(id)} has one already")
+            bias[int(id)] = float(value)
+        except ClockhandError:
+            raise
+        except ValueError:
+            raise ClockhandError(f"--logit-bias {setting} must look like ID=VALUE, as in 7=1.5 or 7=-inf") from None
+    return bias
+
+
+def print_explained(prompt: str, pieces: "Iterator[Piece]", tokenizer: "Tokenizer") -> None:
+    """A table for every token, each as it is drawn, and then the text."""
+    from clockhand.infer.explain import render
+
+    text = prompt
+    for piece in pieces:
+        text += piece.text
+        if piece.explanation is not None:
+            write(render(piece.explanation, tokenizer) + "\n\n")
+    print(text)
 
 
 def decoded(content: bytes, source: str) -> str:

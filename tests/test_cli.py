@@ -212,6 +212,66 @@ def test_a_file_of_prompts_is_one_batch_and_json_tells_how_each_ended(run, train
     assert all(row["finish_reason"] in ("length", "stop") for row in rows)
 
 
+def test_n_completions_have_the_seeds_that_follow_each_other(run, trained):
+    options = ("--prompt", "Note", "--max-new-tokens", 6)
+    rows = json.loads(run("generate", trained, *options, "--n", 3, "--seed", 5, "--json")[1])
+    for number, row in enumerate(rows):
+        assert row == json.loads(run("generate", trained, *options, "--seed", 5 + number, "--json")[1])
+    assert set(rows[0]) == {"prompt", "text", "ids", "finish_reason"}
+    printed = run("generate", trained, *options, "--n", 3, "--seed", 5)[1]
+    assert printed == "\n".join(f"{row['prompt']}{row['text']}\n" for row in rows)
+
+
+def test_ids_may_be_made_likely_forbidden_or_ends(run, trained):
+    def ids(*options):
+        flags = ("--prompt", "Note", "--max-new-tokens", 6, "--temperature", 0, "--json")
+        return json.loads(run("generate", trained, *flags, *options)[1])
+
+    assert ids("--logit-bias", "70=100")["ids"] == [70] * 6
+    assert ids("--logit-bias", "70=100", "--logit-bias", "71=-inf", "--stop-id", 70)["ids"] == [70]
+    least = ids("--logit-bias", "70=100", "--stop-id", 70, "--min-new-tokens", 2)
+    assert (least["ids"][2:], least["finish_reason"]) == ([70], "stop")
+    assert 70 not in least["ids"][:2]
+
+
+def test_explain_and_logprobs_tell_of_the_same_text(run, trained):
+    options = ("generate", trained, "--prompt", "Note", "--max-new-tokens", 3, "--top-k", 5, "--seed", 2)
+    plain = json.loads(run(*options, "--json")[1])
+    told = json.loads(run(*options, "--json", "--explain", "--logprobs", 2)[1])
+    assert {name: told[name] for name in plain} == plain
+    assert [each["id"] for each in told["explanations"]] == plain["ids"] == [each["id"] for each in told["logprobs"]]
+    assert [stage["stage"] for stage in told["explanations"][0]["stages"]] == ["model", "top_k"]
+    code, out, _ = run(*options, "--explain")
+    assert code == 0
+    assert out.count("candidates") == out.count("drawn 0.") == 3
+    assert out.endswith(f"Note{plain['text']}\n")
+
+
+def test_a_stretched_context_is_longer_and_says_what_it_cannot(run, trained):
+    prompt = ("generate", trained, "--prompt", "clock " * 30, "--max-new-tokens", 2, "--json")
+    for scaling in ("linear", "ntk", "dynamic", "yarn", "llama3"):
+        code, out, _ = run(*prompt, "--rope-scaling", scaling, "--rope-factor", 8)
+        assert code == 0
+        assert len(json.loads(out)["ids"]) == 2
+    assert run(*prompt, "--inference-rope-scaling")[0] == 0
+    assert_refused(run(*prompt, "--rope-factor", 2), "rope_factor = 2.0", "without rope_scaling")
+    assert_refused(run(*prompt, "--rope-scaling", "yarn"), "rope_scaling = yarn needs rope_factor")
+
+
+def test_generate_imports_nothing_that_costs_time_and_is_not_needed(trained):
+    """Each of these takes from a quarter of a second to several to import."""
+    code = (
+        "import sys; from clockhand.cli import main\n"
+        f"try: main(['generate', {str(trained)!r}, '--prompt', 'Note', '--max-new-tokens', '2'])\n"
+        "except SystemExit: pass\n"
+        "unwanted = ['torch._dynamo', 'torch._inductor', 'sympy', 'transformers', 'matplotlib', 'pandas', 'pyarrow']\n"
+        "print([name for name in [*unwanted, 'jinja2', 'rich', 'gguf'] if name in sys.modules], file=sys.stderr)\n"
+        "print('torch' in sys.modules, file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stderr.splitlines() == ["[]", "True"]
+
+
 def test_a_prompt_may_come_from_a_pipe(trained):
     command = [sys.executable, "-m", "clockhand.cli", "generate", str(trained), "--max-new-tokens", "3"]
     done = subprocess.run(command, input="Note 2\n", capture_output=True, text=True)
@@ -318,6 +378,14 @@ class TestRefusals:
         weights = trained / "final" / "model.safetensors"
         weights.write_bytes(weights.read_bytes()[:-100])
         assert_refused(run("generate", trained / "final", "--prompt", "x"), "model.safetensors")
+
+    def test_what_generate_cannot_read_or_would_ignore(self, run, trained):
+        generate = ("generate", trained, "--prompt", "x")
+        assert_refused(run(*generate, "--logit-bias", "7"), "--logit-bias 7", "ID=VALUE")
+        assert_refused(run(*generate, "--logit-bias", "7=1", "--logit-bias", "7=2"), "id 7 has one already")
+        assert_refused(run(*generate, "--logit-bias", "100000=1"), "logit_bias of id 100000")
+        assert_refused(run(*generate, "--stop-id", 100000), "end token 100000")
+        assert_refused(run(*generate, "--logprobs", 2), "--logprobs 2", "without --json")
 
     def test_sampling_out_of_range(self, run, trained):
         assert_refused(run("generate", trained, "--prompt", "x", "--top-p", 1.5), "top_p = 1.5")

@@ -19,6 +19,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from unicodedata import east_asian_width
 
 import torch
 from torch import Tensor
@@ -131,9 +132,11 @@ def render(explanation: Explanation, tokenizer: "Tokenizer") -> str:
     for place, id in enumerate(explanation.ids):
         mark = ">" if id == explanation.id else " "
         rows.append([f"{mark} {labels[id]}", *(_percent(each.probabilities[place]) for each in explanation.stages)])
-    widths = [max(len(cell) for cell in column) for column in zip(*rows)]
+    first, *others = [max(map(_width, column)) for column in zip(*rows)]
     lines = [
-        "   ".join([row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:]))])
+        "   ".join(
+            [row[0] + " " * (first - _width(row[0])), *(cell.rjust(width) for cell, width in zip(row[1:], others))]
+        )
         for row in rows
     ]
     low, high = explanation.interval
@@ -170,6 +173,11 @@ def written(id: int, tokenizer: "Tokenizer") -> str:
 
 def _text(id: int, tokenizer: "Tokenizer") -> str:
     return tokenizer.piece(id).decode("utf-8", "backslashreplace") if id < tokenizer.vocab_size else ""
+
+
+def _width(text: str) -> int:
+    """Columns on a terminal, where Chinese characters take two."""
+    return sum(2 if east_asian_width(character) in "WF" else 1 for character in text)
 
 
 def _percent(probability: float) -> str:

@@ -159,17 +159,14 @@ def _rows_of_expert(whole: _Stored, expert: int, rows: slice) -> "Tensor":
 
 def _without_weights(folder: Path, config: ModelConfig, stored: dict[str, _Stored]) -> "Transformer":
     """The model with shapes but no storage. Raises `ClockhandError` for a size that no file could back."""
-    import torch
-
-    from clockhand.model.transformer import Transformer
+    from clockhand.model.transformer import without_weights
 
     parts = config.n_layers * max(config.n_experts, 1)
     if parts > len(stored):  # a billion layers would fill the memory even without weights
         asked = f"n_layers = {config.n_layers}" + (f" with n_experts = {config.n_experts}" if config.is_moe else "")
         raise ClockhandError(f"'{folder}': its config says {asked}, but only {len(stored)} tensors are stored")
     try:
-        with torch.device("meta"):
-            return Transformer(config)
+        return without_weights(config)
     except (RuntimeError, TypeError, OverflowError):
         raise ClockhandError(f"'{folder}': its config asks for tensors larger than there can be") from None
 

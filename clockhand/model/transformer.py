@@ -32,6 +32,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from clockhand.config import ModelConfig
 from clockhand.errors import ClockhandError
@@ -282,3 +283,21 @@ def draw_parameter(config: ModelConfig, name: str, parameter: Tensor) -> None:
         nn.init.normal_(parameter, std=config.init_std / math.sqrt(2 * config.n_layers))
     else:
         nn.init.normal_(parameter, std=config.init_std)
+
+
+def without_weights(config: ModelConfig) -> Transformer:
+    """The model with shapes but no storage, on the meta device, for weights to be assigned to."""
+    with _NoInitialValues(), torch.device("meta"):
+        return Transformer(config)
+
+
+class _NoInitialValues(TorchFunctionMode):
+    """Leaves out the drawing of initial values: without storage torch calls its compiler for it, a second to import."""
+
+    DRAWING = (nn.init.normal_, nn.init.uniform_, nn.init.kaiming_uniform_)
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if function in self.DRAWING:
+            return kwargs["tensor"] if "tensor" in kwargs else args[0]
+        return function(*args, **kwargs)
