@@ -391,8 +391,11 @@ def plan(
     fields: dict[str, Any],
 ) -> None:
     """What a training run will need here: memory term by term, time, tokens. Trains a few steps on random ids."""
+    import torch
+
     from clockhand import inspection
     from clockhand.train.plan import fit_micro_batch, measure_speed, plan_json
+    from clockhand.train.settle import settle
 
     config = TrainConfig(**fields)
     label, model_config = inspection.resolve(preset, parse_settings(ModelConfig, settings or []))
@@ -400,6 +403,7 @@ def plan(
         raise ClockhandError(f"seq_len = {config.seq_len} must be at most max_seq_len = {model_config.max_seq_len}")
     if fit_memory is not None:
         config = fit_micro_batch(model_config, config, round(fit_memory * 1e9))
+    config = settle(config, model_config, torch.device("cpu"), note=say)
     found = plan_json(model_config, config, measure_speed(model_config, config))
     if as_json:
         print_json(found | {"batch_size": config.batch_size, "accumulate": config.accumulate})

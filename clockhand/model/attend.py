@@ -11,7 +11,8 @@ One rule serves training, a whole prompt, several new tokens on a warm cache, le
 familiar shortcut, "causal unless there is a cache", is wrong twice: for a first call with an empty cache, and for
 several tokens on a warm one.)
 
-`attend_reference` is the definition. `attend` is the fast route through torch's fused kernel, tested equal to it.
+`attend_reference` is the definition. `attend` takes a fast route, tested equal to it: torch's fused kernel, or inside a
+compiled block on a CPU the large matrix products of `attend_blocks.py`.
 """
 
 import math
@@ -21,6 +22,8 @@ from functools import cached_property
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from clockhand.model.attend_blocks import attend_blocks
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,8 @@ class Visibility:
     key_documents: Tensor | None = None  # (B, S)
     plainly_causal: bool = False
     """Known without looking at the values: T = S, both count 0, 1, 2, ..., one document, no window in reach."""
+    in_order: bool = False
+    """Known likewise: T = S, and no query sees a key behind itself in the row."""
 
     @cached_property
     def mask(self) -> Tensor:
@@ -49,6 +54,13 @@ class Visibility:
         if self.query_documents is not None and self.key_documents is not None:
             seen &= self.query_documents[:, :, None] == self.key_documents[:, None, :]
         return seen | (query < 0)
+
+    @cached_property
+    def bias(self) -> Tensor:
+        """(B, T, S): 0 where the query sees the key, -inf where not. Both are exact in bf16, the smallest to read."""
+        return torch.zeros(self.mask.shape, dtype=torch.bfloat16, device=self.mask.device).masked_fill_(
+            ~self.mask, -math.inf
+        )
 
 
 def attend_reference(q: Tensor, k: Tensor, v: Tensor, sees: Visibility, scale: float | None = None) -> Tensor:
@@ -67,7 +79,9 @@ def attend_reference(q: Tensor, k: Tensor, v: Tensor, sees: Visibility, scale: f
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, sees: Visibility, scale: float | None = None) -> Tensor:
-    """`attend_reference` through torch's fused kernel, without the (T, S) scores of every head in memory."""
+    """`attend_reference` by a fast route, without the (T, S) scores of every head in memory."""
+    if torch.compiler.is_compiling() and q.device.type == "cpu" and scale is None and sees.in_order:
+        return attend_blocks(q, k, v, sees.bias)
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, heads, T or S, Dh)
     mask = None if sees.plainly_causal else sees.mask[:, None]  # (B, 1, T, S)
     out = F.scaled_dot_product_attention(

@@ -158,12 +158,13 @@ class Transformer(nn.Module):
         self._check(ids, positions, documents, cache)
         with torch.set_grad_enabled(torch.is_grad_enabled() and cache is None):
             padded = positions is not None and bool((positions < 0).any())
+            in_order = positions is None and cache is None
             if positions is None:
                 if documents is not None:
                     documents = documents_in_order(documents)
                 positions = self._default_positions(ids, documents, cache)
             self._check_table(positions)
-            sees = self._visibility(positions, documents, cache)
+            sees = self._visibility(positions, documents, cache, in_order)
             is_token = positions >= 0 if padded else None
 
             x = self.token_embedding(ids)  # (B, T, D)
@@ -215,13 +216,17 @@ class Transformer(nn.Module):
         steps = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
         return steps if documents is None else positions_in_documents(documents)
 
-    def _visibility(self, positions: Tensor, documents: Tensor | None, cache: KVCache | None) -> Visibility:
+    def _visibility(
+        self, positions: Tensor, documents: Tensor | None, cache: KVCache | None, in_order: bool
+    ) -> Visibility:
         window, tokens = self.config.sliding_window, positions.shape[1]
         key_positions = positions if cache is None else cache.begin(positions)
         # Rows that all count 0, 1, 2, ... have no padding, and nothing older in a cache.
         counts_up = bool((positions == torch.arange(tokens, device=positions.device)).all())
         causal = counts_up and documents is None and (window == 0 or window >= tokens)
-        return Visibility(positions, key_positions, window, documents, documents, plainly_causal=causal)
+        return Visibility(
+            positions, key_positions, window, documents, documents, plainly_causal=causal, in_order=in_order
+        )
 
     def _lengths(self, positions: Tensor, documents: Tensor | None, cache: KVCache | None) -> Tensor | None:
         """The length of the sequence each token belongs to, (B, T) or (B, 1), for the scaling that asks for it."""

@@ -32,6 +32,7 @@ from clockhand.disk import new_file
 from clockhand.errors import ClockhandError
 from clockhand.model.transformer import Transformer
 from clockhand.train.loss import batch_loss, count_targets
+from clockhand.train.optim import Optimizer
 from clockhand.train.parallel import gathered
 
 FOLDER = "bad-steps"
@@ -40,7 +41,7 @@ FOLDER = "bad-steps"
 # ── keeping ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def parameter_norms(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, float | None]]:
+def parameter_norms(model: nn.Module, optimizer: Optimizer) -> dict[str, dict[str, float | None]]:
     """Of every parameter: norm of the weight, the gradient and the usual gradient. All ranks must ask together."""
     return {
         name: {
@@ -56,7 +57,7 @@ def _norm(tensor: Tensor) -> float:
     return float(gathered(torch.linalg.vector_norm(tensor.detach(), dtype=torch.float32)))
 
 
-def _usual_gradient(optimizer: torch.optim.Optimizer, parameter: Tensor) -> float | None:
+def _usual_gradient(optimizer: Optimizer, parameter: Tensor) -> float | None:
     memory = optimizer.state.get(parameter, {})
     if "exp_avg_sq" not in memory or not float(memory["step"]):
         return None  # the first step, or an optimizer that keeps no squares

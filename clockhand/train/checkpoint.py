@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -31,10 +30,12 @@ from clockhand.disk import new_folder
 from clockhand.errors import ClockhandError
 from clockhand.interop.hf import load_model, save_model
 from clockhand.model.transformer import Transformer
-from clockhand.train.optim import load_optimizer_tensors
+from clockhand.train.optim import Optimizer, load_optimizer_tensors
 from clockhand.train.parallel import put
 
 STATE_FILE, TENSORS_FILE = "training.json", "training.safetensors"
+BEST = "best"
+"""The folder of the best weights: whatever step they are of."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
         whole = False
     if not whole:
         raise ClockhandError(f"{folder / STATE_FILE} is missing or damaged")
-    if type(step) is not int or step != _step_of(folder):
+    if type(step) is not int or (folder.name != BEST and step != _step_of(folder)):
         raise ClockhandError(f"{folder / STATE_FILE} has step = {step!r}, which is not that of its folder")
     for name, expected in files.items():
         path = folder / name
@@ -122,7 +123,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     return Checkpoint(folder, state)
 
 
-def restore(checkpoint: Checkpoint, model: Transformer, optimizer: torch.optim.Optimizer) -> None:
+def restore(checkpoint: Checkpoint, model: Transformer, optimizer: Optimizer) -> None:
     """Puts the weights and the optimizer's memory of a verified checkpoint in place."""
     saved = dict(load_model(checkpoint.folder).named_parameters())
     for name, parameter in model.named_parameters():

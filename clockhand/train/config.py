@@ -10,8 +10,10 @@ from clockhand.config import check_types, require
 
 AUTO = -1
 DEVICES = ("auto", "cpu", "cuda")
-DTYPES = ("float32", "bfloat16")
 PARALLEL = ("auto", "none", "ddp", "fsdp")
+DTYPES = ("auto", "float32", "bfloat16")
+COMPILE = ("auto", "on", "off")
+OPTIMIZERS = ("adamw", "muon")
 
 # fmt: off
 MAY_CHANGE = frozenset({
@@ -37,8 +39,11 @@ class TrainConfig:
     """T: tokens in a row."""
     seed: int = 0
     """Initial weights, order of the data and dropout are functions of the seed and the step."""
-    dtype: str = "float32"
-    """float32 | bfloat16: precision of the matrix products. Weights, their gradients and the loss are always fp32."""
+    dtype: str = "auto"
+    """auto | float32 | bfloat16: precision of the matrix products. Weights and the loss are always fp32. auto measures
+    which is faster here for this model."""
+    compile: str = "auto"
+    """auto | on | off: run the blocks through torch's compiler. auto does if the run is long enough to repay it."""
     device: str = "auto"
     """auto | cpu | cuda. auto is cuda where there is one."""
     parallel: str = "auto"
@@ -46,6 +51,8 @@ class TrainConfig:
     checkpoint_activations: bool = False
     """Keep only the input of each block for the backward pass, and compute the rest again: less memory, more time."""
 
+    optimizer: str = "adamw"
+    """adamw | muon: what updates the matrices of the blocks. Everything else is AdamW's."""
     learning_rate: float = 1e-3
     """The peak, reached after the warm-up."""
     min_lr_ratio: float = 0.1
@@ -107,9 +114,14 @@ class TrainConfig:
         for name in ("beta1", "beta2"):
             require(self, name, 0 <= getattr(self, name) < 1, "in [0, 1)")
         require(self, "adam_eps", self.adam_eps > 0, "above 0")
-        require(self, "dtype", self.dtype in DTYPES, " | ".join(DTYPES))
-        require(self, "device", self.device in DEVICES, " | ".join(DEVICES))
-        require(self, "parallel", self.parallel in PARALLEL, " | ".join(PARALLEL))
+        for name, allowed in (
+            ("dtype", DTYPES),
+            ("compile", COMPILE),
+            ("optimizer", OPTIMIZERS),
+            ("device", DEVICES),
+            ("parallel", PARALLEL),
+        ):
+            require(self, name, getattr(self, name) in allowed, " | ".join(allowed))
         require(self, "min_lr_ratio", 0 <= self.min_lr_ratio <= 1, "in [0, 1]")
 
     def _settle(self, name: str, value: int) -> None:

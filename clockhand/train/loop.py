@@ -20,13 +20,14 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from clockhand.allocator import keep_freed_memory
 from clockhand.config import ModelConfig
 from clockhand.data.loader import Batch, TrainWindows, ValidationWindows
 from clockhand.data.shards import Corpus
@@ -35,6 +36,7 @@ from clockhand.infer.generate import generate_text
 from clockhand.infer.settings import Sampling
 from clockhand.interop.hf import save_model
 from clockhand.memory import refuse_beyond_memory
+from clockhand.model.transformer import run_block
 from clockhand.train import plan, run_folder
 from clockhand.train.bad_step import keep_bad_step, parameter_norms
 from clockhand.train.checkpoint import (
@@ -46,6 +48,7 @@ from clockhand.train.checkpoint import (
     save_best,
     save_checkpoint,
 )
+from clockhand.train.compiled import compile_blocks, running_blocks
 from clockhand.train.config import TrainConfig
 from clockhand.train.evaluate import Evaluation, evaluate
 from clockhand.train.interrupt import Interrupted, stop_on_signals
@@ -56,6 +59,7 @@ from clockhand.train.parallel import Ranks
 from clockhand.train.progress import Reporter
 from clockhand.train.recompute import recomputing
 from clockhand.train.schedule import learning_rate
+from clockhand.train.settle import SETTLED, settle
 from clockhand.train.spikes import History
 
 MAX_SKIPPED_IN_A_ROW = 5
@@ -93,59 +97,71 @@ class Trainer:
         """Stands at step 0, or where the newest whole checkpoint in `out` was."""
         _refuse_misfits(model_config, config, corpus)
         self.ranks = ranks or Ranks()
-        self.config, self.corpus, self.out = config, corpus, out
+        _refuse_rank_misfits(config, self.ranks.mode)
+        self.corpus, self.out = corpus, out
         self.reporter = reporter if self.ranks.leads else Reporter()
-        self.windows = TrainWindows(corpus, config.batch_size, config.seq_len, config.seed)
-        self.held_out = ValidationWindows(corpus, config.batch_size, config.seq_len, config.eval_windows)
-        self.plan = {
-            "model": asdict(model_config),
-            "train": asdict(config),
-            "data": run_folder.describe_data(corpus),
-        }
-
         device = _device(config)
         if device.type == "cpu":
             refuse_beyond_memory(model_config)
+        opened = self.ranks.once(lambda: self._open_folder(model_config, config, device))
+        self.config = config = replace(config, **opened["settled"])
+        self.windows = TrainWindows(corpus, config.batch_size, config.seq_len, config.seed)
+        self.held_out = ValidationWindows(corpus, config.batch_size, config.seq_len, config.eval_windows)
+        self.record = self._record(model_config, config)
         self.model, self.loss_of = self.ranks.build(model_config, config.seed, config.dtype, device)
+        self.run_block = compile_blocks(self.model) if config.compile == "on" else run_block
         if config.checkpoint_activations:
-            self.model.run_block = recomputing(self.model.run_block)
+            self.run_block = recomputing(self.run_block)
         self.optimizer = make_optimizer(self.model, config)
         self.memory_before = plan.resident_bytes()  # with the weights, before any step
         self.step = self.saved_step = 0  # updates so far, and at the newest checkpoint
         self.earlier_seconds = 0.0  # that earlier processes of this run have spent
-        self._open()
-
-    def _open(self) -> None:
-        found = self.ranks.once(self._open_folder)
-        self.best_loss = math.inf if found["best"] is None else found["best"]
-        if (resume := found["resume"]) is not None:
-            checkpoint = Checkpoint(Path(resume["folder"]), resume["state"])
-            restore(checkpoint, self.model, self.optimizer)
-            self.step = self.saved_step = checkpoint.step
-            self.earlier_seconds = checkpoint.state["seconds"]
-            self.reporter.note(f"resuming {self.out} at step {self.step}")
+        self.best_loss = math.inf if opened["best"] is None else opened["best"]
+        if opened["resume"] is not None:
+            self._go_on_from(Checkpoint(Path(opened["resume"]["folder"]), opened["resume"]["state"]))
         path = self.out / "log.jsonl"
         self.history = History(row for row in read_log(path) if row["step"] < self.step)
         self.log = RunLog(path, self.step) if self.ranks.leads else NoLog()
         self.started = time.perf_counter()
 
-    def _open_folder(self) -> dict[str, Any]:
-        """Makes the run folder, or says which verified checkpoint in it to go on from, and the best loss so far."""
+    def _open_folder(self, model_config: ModelConfig, config: TrainConfig, device: torch.device) -> dict[str, Any]:
+        """Makes the run folder, and says what `auto` is there, which checkpoint to go on from, and the best loss."""
         run_folder.open_run_folder(self.out)
         checkpoint = newest_checkpoint(self.out / "checkpoints", self.reporter.note)
+        earlier = checkpoint.state["train"] if checkpoint else None
+        config = settle(config, model_config, device, self.ranks.mode, earlier, self.reporter.note)
+        record = self._record(model_config, config)
         if checkpoint is not None:
-            run_folder.refuse_changes(self.out, checkpoint.state, self.plan)
-            if checkpoint.step > self.config.steps:
+            run_folder.refuse_changes(self.out, checkpoint.state, record)
+            if checkpoint.step > config.steps:
                 reached = f"the run in {self.out} has already made {checkpoint.step}"
-                raise ClockhandError(f"steps = {self.config.steps} but {reached}")
-        run_folder.write_run_config(self.out, self.plan)
+                raise ClockhandError(f"steps = {config.steps} but {reached}")
+        run_folder.write_run_config(self.out, record)
         best = best_loss(self.out / "best")
-        resume = None if checkpoint is None else {"folder": str(checkpoint.folder), "state": checkpoint.state}
-        return {"resume": resume, "best": best if math.isfinite(best) else None}
+        return {
+            "settled": {name: getattr(config, name) for name in SETTLED},
+            "resume": checkpoint and {"folder": str(checkpoint.folder), "state": checkpoint.state},
+            "best": best if math.isfinite(best) else None,
+        }
+
+    def _record(self, model_config: ModelConfig, config: TrainConfig) -> dict[str, Any]:
+        """What the run is, as its folder and its checkpoints say it."""
+        return {
+            "model": asdict(model_config),
+            "train": asdict(config),
+            "data": run_folder.describe_data(self.corpus),
+        }
+
+    def _go_on_from(self, checkpoint: Checkpoint) -> None:
+        restore(checkpoint, self.model, self.optimizer)
+        self.step = self.saved_step = checkpoint.step
+        self.earlier_seconds = checkpoint.state["seconds"]
+        self.reporter.note(f"resuming {self.out} at step {self.step}")
 
     def run(self) -> Evaluation:
         """Takes all steps that are left."""
         config = self.config
+        keep_freed_memory()
         with self._reporting(), stop_on_signals() as request:
             while True:
                 if signum := self.ranks.max(request.signum or 0):
@@ -208,7 +224,8 @@ class Trainer:
         for micro, batch in enumerate(batches, 1):
             mine = self.ranks.share(batch)
             share = count_targets(mine.targets) / max(targets, 1)  # of these rows in the step
-            with self.ranks.synchronising(self.loss_of, now=micro == config.accumulate):
+            now = micro == config.accumulate
+            with self.ranks.synchronising(self.loss_of, now), running_blocks(self.model, self.run_block):
                 total, balance = self.loss_of(mine)
                 # Wrapped for several ranks, gradients come out as their mean over the ranks; what is meant is the sum.
                 (self.ranks.size * (total / max(targets, 1) + share * balance)).backward()
@@ -304,7 +321,7 @@ class Trainer:
             return
         self.log.sync()  # a checkpoint must not be newer than the log it continues
         root = self.out / "checkpoints"
-        state = {"step": self.step, "seconds": self.seconds, **self.plan}
+        state = {"step": self.step, "seconds": self.seconds, **self.record}
         memory, whole = optimizer_tensors(self.model, self.optimizer), self.ranks.whole(self.model)
         if self.ranks.leads and whole is not None:
             save_checkpoint(root, whole, memory, self.corpus.tokenizer, state)
@@ -318,7 +335,7 @@ class Trainer:
         self.best_loss = loss
         whole = self.ranks.whole(self.model)
         if self.ranks.leads and whole is not None:
-            state = {"step": self.step, "val_loss": loss, **self.plan}
+            state = {"step": self.step, "seconds": self.seconds, "val_loss": loss, **self.record}
             save_best(self.out / "best", whole, self.corpus.tokenizer, state)
 
     @contextmanager
@@ -346,6 +363,15 @@ def _device(config: TrainConfig) -> torch.device:
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
     torch.cuda.set_device(device)
     return device
+
+
+def _refuse_rank_misfits(config: TrainConfig, mode: str) -> None:
+    if mode == "fsdp" and config.compile == "on":
+        raise ClockhandError("compile = 'on' is not possible with parallel = 'fsdp', whose blocks borrow their weights")
+    if mode == "fsdp" and config.optimizer == "muon":
+        raise ClockhandError(
+            "optimizer = 'muon' needs whole matrices, which parallel = 'fsdp' slices; use adamw or ddp"
+        )
 
 
 def _refuse_misfits(model_config: ModelConfig, config: TrainConfig, corpus: Corpus) -> None:

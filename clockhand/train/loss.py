@@ -7,13 +7,18 @@ the number of targets of all the micro-batches together.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from clockhand.data.loader import IGNORE_INDEX, Batch
 from clockhand.model.transformer import Transformer
+
+LOGITS_AT_ONCE = 2**22
+"""Logits that `linear_cross_entropy` holds at a time: 16 MiB of fp32, about what a CPU's last cache holds."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +64,50 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> SummedLoss:
     return SummedLoss(total, count_targets(targets))
 
 
+def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> SummedLoss:
+    """`cross_entropy(hidden @ weight.T, targets)` without ever holding all logits.
+
+    hidden (..., D), weight (V, D), targets (...). Some rows of logits at a time are made, taken into the sum, turned
+    into their own gradient where they stand and forgotten, so the memory is that of one chunk, whatever B, T and V are.
+    Products are in autocast's type where it is on, everything else in fp32 (fp64 for fp64).
+    """
+    device = hidden.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+    total = _LinearCrossEntropy.apply(hidden.flatten(0, -2), weight, targets.flatten(), dtype)
+    return SummedLoss(total, count_targets(targets))
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, dtype: torch.dtype) -> Tensor:
+        learning = any(ctx.needs_input_grad[:2])
+        wide = torch.promote_types(dtype, torch.float32)
+        h, w = hidden.to(dtype), weight.to(dtype)
+        d_hidden, d_weight = torch.empty_like(h), torch.zeros_like(weight, dtype=wide)
+        total = torch.zeros((), dtype=wide, device=h.device)
+        chunk = max(LOGITS_AT_ONCE // len(w), 1)
+        for begin in range(0, len(h), chunk):
+            end = begin + chunk
+            learned = (targets[begin:end] != IGNORE_INDEX)[:, None]  # (N, 1)
+            target = targets[begin:end, None].clamp(min=0)
+            log_p = torch.log_softmax(h[begin:end] @ w.T, -1, dtype=wide)  # (N, V)
+            total -= (log_p.gather(-1, target) * learned).sum()
+            if learning:
+                slope = log_p.exp_()  # p, and at the target p - 1
+                slope.scatter_add_(-1, target, slope.new_full(target.shape, -1))
+                slope = torch.where(learned, slope, 0).to(dtype) if not learned.all() else slope.to(dtype)
+                d_hidden[begin:end] = slope @ w
+                d_weight += slope.T @ h[begin:end]
+        ctx.save_for_backward(d_hidden.to(hidden.dtype), d_weight.to(weight.dtype))
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        d_hidden, d_weight = ctx.saved_tensors
+        return d_hidden * gradients[0].to(d_hidden.dtype), d_weight * gradients[0], None, None
+
+
 def batch_loss(model: Transformer, batch: Batch, dtype: str = "float32") -> tuple[SummedLoss, Tensor]:
     """The language-model loss of one batch, and the balance loss (scalar, 0 for a dense model).
 
@@ -67,5 +116,5 @@ def batch_loss(model: Transformer, batch: Batch, dtype: str = "float32") -> tupl
     device = next(model.parameters()).device
     documents = None if batch.documents is None else batch.documents.to(device)
     with torch.autocast(device.type, torch.bfloat16, enabled=dtype == "bfloat16"):
-        logits, balance_loss = model(batch.ids.to(device), documents=documents)
-    return cross_entropy(logits, batch.targets.to(device)), balance_loss
+        hidden, balance_loss = model.hidden(batch.ids.to(device), documents=documents)
+        return linear_cross_entropy(hidden, model.lm_head.weight, batch.targets.to(device)), balance_loss

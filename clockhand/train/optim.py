@@ -1,4 +1,4 @@
-"""The optimizer, and what is done to gradients before it sees them.
+"""The optimizers, and what is done to gradients before they see them.
 
 AdamW decays matrices only: a weight of two or more dimensions. Norm weights and biases set a scale or an offset, and
 pulling those towards 0 regularises nothing. The embedding is such a matrix and decays with the others (as in GPT-2 and
@@ -6,6 +6,7 @@ nanoGPT); where the head is tied to it, the two are one parameter and decay once
 """
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,10 +15,55 @@ from clockhand.errors import ClockhandError
 from clockhand.train.config import TrainConfig
 from clockhand.train.parallel import gathered, sliced_like
 
+MUON_MOMENTUM = 0.95
 
-def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
-    """AdamW over all parameters of `model`, in two groups: with decay and without."""
+
+class MuonWithAdamW:
+    """Muon for the matrices of the blocks, AdamW for embeddings, head, norms and biases (Jordan et al. 2024).
+
+    Muon replaces the momentum of a matrix by the nearest one with all singular values alike, so that no direction of
+    the weights learns faster than another. That has no meaning for a table of rows or a vector.
+    """
+
+    def __init__(self, muon: torch.optim.Muon, adamw: torch.optim.AdamW) -> None:
+        self.parts: tuple[torch.optim.Optimizer, ...] = (muon, adamw)
+        self.state = muon.state = adamw.state  # one memory: no parameter is in both
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return [group for part in self.parts for group in part.param_groups]
+
+    def step(self) -> None:
+        for part in self.parts:
+            part.step()
+
+    def zero_grad(self) -> None:
+        for part in self.parts:
+            part.zero_grad()
+
+
+Optimizer = torch.optim.Optimizer | MuonWithAdamW
+
+
+def make_optimizer(model: nn.Module, config: TrainConfig) -> Optimizer:
+    """What `config` names, over all parameters of `model`."""
     parameters = list(model.parameters())  # a tied weight appears once
+    if config.optimizer == "adamw":
+        return _adamw(parameters, config)
+    hidden = [p for name, p in model.named_parameters() if name.startswith("blocks.") and p.dim() == 2]
+    taken = set(hidden)
+    muon = torch.optim.Muon(
+        hidden,
+        lr=config.learning_rate,
+        weight_decay=config.weight_decay,
+        momentum=MUON_MOMENTUM,
+        adjust_lr_fn="match_rms_adamw",  # updates as long as AdamW's, so that one learning rate suits both
+    )
+    return MuonWithAdamW(muon, _adamw([p for p in parameters if p not in taken], config))
+
+
+def _adamw(parameters: list[nn.Parameter], config: TrainConfig) -> torch.optim.AdamW:
+    """AdamW in two groups: with decay and without."""
     groups = [
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
@@ -31,7 +77,7 @@ def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimiz
     )
 
 
-def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+def set_learning_rate(optimizer: Optimizer, rate: float) -> None:
     for group in optimizer.param_groups:
         group["lr"] = rate
 
@@ -49,7 +95,7 @@ def clip_gradients(parameters: Iterable[Tensor], max_norm: float) -> float:
     return float(norm)
 
 
-def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+def optimizer_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
     """Everything the optimizer remembers, whole, under names like `exp_avg/blocks.0.mlp.up_proj.weight`."""
     return {
         f"{key}/{name}": gathered(tensor)
@@ -58,7 +104,7 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
     }
 
 
-def load_optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
+def load_optimizer_tensors(model: nn.Module, optimizer: Optimizer, tensors: Mapping[str, Tensor]) -> None:
     """The reverse of `optimizer_tensors`, for a fresh optimizer. Raises `ClockhandError` for a name without a home."""
     parameters = dict(model.named_parameters())
     for path, tensor in tensors.items():

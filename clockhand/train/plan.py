@@ -4,10 +4,10 @@ Memory is a sum of terms, and here is where each is written down. B rows in a mi
 
     weights       4 bytes each
     gradients     4 bytes each; there from the first backward pass of a step to its end
-    optimizer     what it remembers: 8 bytes for each weight (AdamW)
+    optimizer     what it remembers: 8 bytes for each weight (AdamW; Muon needs half of that for its matrices)
     activations   what autograd keeps of a block, L times; with checkpoint_activations the inputs of L and one whole.
                   One block of this model is run on one row and on two, so this term cannot fall behind the code
-    logits        N·V values, as often as the loss holds them at once (LOGITS_COPIES)
+    logits        a chunk of them, as the loss holds no more at once, and the gradients it has ready: N·D and V·D values
     overhead      what no tensor asked for: buffers of the matrix libraries, and holes between blocks of memory. Fitted
                   to measurements (LOG.md), like nothing else here
 
@@ -35,7 +35,9 @@ from clockhand.count import total_parameters
 from clockhand.data.loader import Batch
 from clockhand.errors import ClockhandError
 from clockhand.model.transformer import Transformer
+from clockhand.train.compiled import compile_blocks
 from clockhand.train.config import TrainConfig
+from clockhand.train.loss import LOGITS_AT_ONCE
 from clockhand.train.optim import clip_gradients, make_optimizer
 from clockhand.train.parallel import Ranks
 from clockhand.train.recompute import recomputing
@@ -43,9 +45,8 @@ from clockhand.train.recompute import recomputing
 FP32 = 4
 ADAMW_BYTES = 2 * FP32
 """Mean of the gradient and of its square, for each weight."""
-LOGITS_COPIES = {"float32": 3 * FP32, "bfloat16": 3 * FP32 + 2}
-"""Bytes for each logit when the loss goes backward: log softmax, the slope that comes in and the one that goes out, and
-in bfloat16 the logits themselves."""
+LOGIT_BYTES = 4 * FP32
+"""Of each logit in a chunk: the logit, its log-probability, the slope, and the slope as the products take it."""
 OVERHEAD_BYTES, OVERHEAD_SHARE = 55_000_000, 0.12
 TRIAL_BLOCKS, TRIAL_STEPS = 3, 3
 
@@ -102,7 +103,7 @@ def forecast_memory(model: ModelConfig, config: TrainConfig, batch_size: int | N
         gradients=weights,
         optimizer=total_parameters(model) * ADAMW_BYTES,
         activations=whole + 2 * stream,  # and what the final norm reads and gives
-        logits=tokens * model.vocab_size * LOGITS_COPIES[config.dtype],
+        logits=_loss_bytes(model, tokens),
         block=block,
         accumulating=config.accumulate > 1,
     )
@@ -167,6 +168,12 @@ def peak_resident_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
+def _loss_bytes(model: ModelConfig, tokens: int) -> int:
+    """What `linear_cross_entropy` holds: a chunk, and the gradients of the hidden states and of the head."""
+    chunk = min(tokens * model.vocab_size, max(LOGITS_AT_ONCE, model.vocab_size))
+    return chunk * LOGIT_BYTES + (tokens + model.vocab_size) * model.d_model * FP32
+
+
 def _kept_by_a_block(model: ModelConfig, config: TrainConfig) -> tuple[int, int]:
     """Bytes that autograd keeps of one block: those that do not depend on the rows, and those of each row."""
     experts = min(model.n_experts, model.n_experts_per_token + 1)  # those that no token visits keep nothing
@@ -201,6 +208,8 @@ def _trial(model: ModelConfig, config: TrainConfig, blocks: int) -> tuple[float,
     network, loss_of = Ranks().build(
         dataclasses.replace(model, n_layers=blocks), config.seed, config.dtype, torch.device("cpu")
     )
+    if config.compile == "on":
+        network.run_block = compile_blocks(network)
     if config.checkpoint_activations:
         network.run_block = recomputing(network.run_block)
     optimizer = make_optimizer(network, config)

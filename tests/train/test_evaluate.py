@@ -30,10 +30,10 @@ def test_the_numbers_follow_from_the_sums():
 def test_a_model_that_knows_nothing_needs_8_bits_per_byte(model_config):
     """All 256 byte tokens equally likely, all else impossible: log2(256) bits for each byte."""
     model = Transformer(model_config)
-    with torch.no_grad():
-        model.lm_head.weight = torch.nn.Parameter(torch.zeros_like(model.lm_head.weight))
-        model.lm_head.bias = torch.nn.Parameter(torch.full((model_config.vocab_size,), -1e9))
-        model.lm_head.bias[5:261] = 0.0
+    model.final_norm.forward = torch.ones_like  # the hidden state is all ones, so a row of the head sums to its logit
+    impossible = torch.full((model_config.vocab_size, model_config.d_model), -1e9)
+    impossible[5:261] = 0.0
+    model.lm_head.weight = torch.nn.Parameter(impossible)
     token_bytes = np.array([0] * 5 + [1] * 256)
     ids = torch.randint(5, 261, (2, 9))
     evaluation = evaluate(model, [Batch(ids[:, :-1], ids[:, 1:], None)], token_bytes)

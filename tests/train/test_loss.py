@@ -5,9 +5,11 @@ import math
 import hypothesis.strategies as st
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 
-from clockhand.train.loss import IGNORE_INDEX, cross_entropy, next_token_targets
+from clockhand.train import loss as losses
+from clockhand.train.loss import IGNORE_INDEX, cross_entropy, linear_cross_entropy, next_token_targets
 
 
 def test_the_loss_is_minus_the_mean_log_of_the_products_of_the_softmax():
@@ -74,3 +76,58 @@ def test_a_target_is_the_next_id_or_is_ignored(ids, documents):
     for t, target in enumerate(targets):
         learned = t + 1 < len(ids) and documents[t] == documents[t + 1]
         assert target == (ids[t + 1] if learned else IGNORE_INDEX)
+
+
+@pytest.mark.parametrize("rows_at_once", [1, 3, 100])
+@pytest.mark.parametrize("learned", ["all", "some", "none"])
+def test_the_loss_without_all_logits_is_the_loss_in_value_and_gradients(monkeypatch, rows_at_once, learned):
+    torch.manual_seed(0)
+    monkeypatch.setattr(losses, "LOGITS_AT_ONCE", rows_at_once * 11)
+    hidden = torch.randn(2, 5, 6, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(11, 6, dtype=torch.float64, requires_grad=True)
+    targets = torch.randint(11, (2, 5))
+    if learned != "all":
+        targets[0, 2:] = IGNORE_INDEX
+    if learned == "none":
+        targets[:] = IGNORE_INDEX
+    found, expected = linear_cross_entropy(hidden, weight, targets), cross_entropy(F.linear(hidden, weight), targets)
+    assert found.count == expected.count
+    torch.testing.assert_close(found.mean, expected.mean, rtol=1e-12, atol=0)
+    for ours, theirs in zip(
+        torch.autograd.grad(3 * found.mean, (hidden, weight)), torch.autograd.grad(3 * expected.mean, (hidden, weight))
+    ):
+        torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-14)
+
+
+def test_the_loss_never_holds_all_logits(monkeypatch):
+    """Of 64 rows of logits, at most the 8 allowed exist at any time: counted in the largest tensor softmax is given."""
+    monkeypatch.setattr(losses, "LOGITS_AT_ONCE", 8 * 50)
+    seen = []
+    log_softmax = torch.log_softmax
+    monkeypatch.setattr(torch, "log_softmax", lambda x, *a, **k: seen.append(x.numel()) or log_softmax(x, *a, **k))
+    hidden, weight = torch.randn(64, 4, requires_grad=True), torch.randn(50, 4, requires_grad=True)
+    linear_cross_entropy(hidden, weight, torch.randint(50, (64,))).total.backward()
+    assert len(seen) == 8
+    assert max(seen) == 8 * 50
+
+
+def test_under_autocast_the_loss_multiplies_in_bf16_and_sums_in_fp32():
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(40, 16, requires_grad=True), torch.randn(30, 16, requires_grad=True)
+    targets = torch.randint(30, (40,))
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = linear_cross_entropy(hidden, weight, targets)
+    assert loss.total.dtype == torch.float32
+    rounded = cross_entropy(F.linear(hidden.bfloat16(), weight.bfloat16()), targets)
+    assert float(loss.total) == pytest.approx(float(rounded.total), rel=1e-5)
+    loss.total.backward()
+    assert hidden.grad.dtype == weight.grad.dtype == torch.float32
+
+
+def test_at_a_hundred_thousand_ids_a_loss_keeps_no_logits_for_later():
+    """What backward needs is a gradient of the hidden states and one of the weight, not (N, V) of anything."""
+    hidden, weight = torch.randn(128, 4, requires_grad=True), torch.randn(100_000, 4, requires_grad=True)
+    held = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: held.append(t.numel()) or t, lambda t: t):
+        linear_cross_entropy(hidden, weight, torch.randint(100_000, (128,)))
+    assert sorted(held) == [128 * 4, 100_000 * 4]

@@ -53,13 +53,14 @@ def test_clipping_reports_the_length_before_and_leaves_the_one_allowed():
     assert clip_gradients(parameters, max_norm=0) == pytest.approx(1, abs=1e-5)  # torch divides by norm + 1e-6
 
 
-def test_an_optimizer_with_its_memory_put_back_goes_on_as_the_first_one():
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_an_optimizer_with_its_memory_put_back_goes_on_as_the_first_one(name):
     def step(model, optimizer, gradient):
         for parameter in model.parameters():
             parameter.grad = torch.full_like(parameter, gradient)
         optimizer.step()
 
-    config = TrainConfig()
+    config = TrainConfig(optimizer=name)
     first = with_zero_gradients()
     optimizer = make_optimizer(first, config)
     step(first, optimizer, 1.0)

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 
+from clockhand.train.compiled import running_blocks
 from clockhand.train.loop import Trainer
 from clockhand.train.progress import Reporter
 
@@ -26,7 +27,8 @@ def test_a_step_has_the_same_bits_and_keeps_less_for_its_backward_pass(
             kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
             return tensor
 
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        saving = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+        with saving, running_blocks(trainer.model, trainer.run_block):
             trainer.loss_of(trainer.windows.batch(0))
         losses = [trainer.update()["train/loss"] for _ in range(2)]
         weights = torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
