@@ -443,6 +443,12 @@ def generate(
     prompts_file: Annotated[
         Path | None, typer.Option(help="A file with a prompt on each line, run as one batch.")
     ] = None,
+    speculate: Annotated[
+        str | None, typer.Option(metavar="ngram", help="Guess several tokens at once, by looking them up in the text.")
+    ] = None,
+    draft: Annotated[
+        str | None, typer.Option(metavar="MODEL", help="Guess several tokens at once, by a smaller model's opinion.")
+    ] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens to draw for each prompt at most.")] = 256,
     min_new_tokens: Annotated[int, typer.Option(help="Before so many no end token or --stop ends the text.")] = 0,
     stop: Annotated[list[str] | None, typer.Option(help="End before this text. Repeat for more.")] = None,
@@ -484,6 +490,13 @@ def generate(
     if logprobs is not None and not as_json:
         raise ClockhandError(f"--logprobs {logprobs} has no effect without --json")
     sampling = Sampling(**fields, logit_bias=read_bias(logit_bias or []))
+    if speculate not in (None, "ngram"):
+        raise ClockhandError(f"--speculate {speculate} must be ngram")
+    if speculate is not None and draft is not None:
+        raise ClockhandError(f"--speculate {speculate} and --draft {draft} exclude each other")
+    if (speculate is not None or draft is not None) and (as_json or prompts_file is not None or n > 1 or explain):
+        needed = "without --json, --prompts-file, --n and --explain"
+        raise ClockhandError(f"--speculate and --draft need one prompt that streams, {needed}")
     prompts = read_prompts(prompt, prompts_file)
     network, tokenizer, stop_ids = load(model)
     network = stretched(network, rope_scaling, rope_factor, inference_rope_scaling, trained_seq_len(model))
@@ -527,9 +540,14 @@ def generate(
         return
 
     pieces = stream(network, [prompt_ids(tokenizer, prompts[0])], sampling, tokenizer=tokenizer, **options)
+<<<<<<< HEAD
     if explain:
         print_explained(prompts[0], pieces, tokenizer)
         return
+=======
+    if speculate is not None or draft is not None:
+        pieces = speculated(network, tokenizer, prompts[0], sampling, options, draft)
+>>>>>>> 42ccb8d (cli: generate --speculate ngram, --draft MODEL)
     write(prompts[0])
     for piece in pieces:
         write(piece.text)
@@ -754,6 +772,37 @@ def load(name: str) -> "tuple[Transformer, Tokenizer, tuple[int, ...] | None]":
 
     folder = find_model_folder(name)
     return load_model(folder), Tokenizer.load(folder), end_ids(folder) or None
+
+
+def speculated(
+    network: "Transformer",
+    tokenizer: "Tokenizer",
+    prompt: str,
+    sampling: Sampling,
+    options: dict[str, Any],
+    draft: str | None,
+) -> "Iterator[Piece]":
+    """`generate --speculate ngram` or `--draft MODEL`: the pieces, and at last how many guesses were right."""
+    from clockhand.infer.generate import prompt_ids
+    from clockhand.infer.speculative import Drafter, ModelDrafter, NgramDrafter, Speculation, speculative_pieces
+
+    drafter: Drafter = NgramDrafter() if draft is None else ModelDrafter(load(draft)[0], sampling, options["seed"])
+    stop_ids, numbers = options["stop_ids"], ("max_new_tokens", "min_new_tokens", "seed")
+    if stop_ids is None:
+        stop_ids = () if tokenizer.eos_id is None else (tokenizer.eos_id,)
+    ids = prompt_ids(tokenizer, prompt)
+    speculation = Speculation(
+        model=network,
+        prompt=ids,
+        drafter=drafter,
+        sampling=sampling,
+        stop_ids=stop_ids,
+        known_ids=tokenizer.vocab_size,
+        **{name: options[name] for name in numbers},
+    )
+    yield from speculative_pieces(speculation, tokenizer, options["stop_strings"])
+    told = speculation.statistics
+    say(f"\n({told.accepted} of {told.drafted} drafted tokens accepted; put to rest {told.switched_off} times)")
 
 
 def losses_against_length(

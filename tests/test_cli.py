@@ -132,6 +132,18 @@ def test_training_goes_from_text_to_a_model_that_writes(run, trained, notes):
     assert json.loads(out)["seq_len"] == 32, "what the run was trained with, though the model could read 64"
 
 
+def test_speculation_writes_the_same_greedy_text_and_says_how_often_it_guessed_right(run, trained):
+    greedy = ("generate", trained, "--prompt", "Note the", "--max-new-tokens", 30, "--temperature", 0)
+    code, out, _ = run(*greedy)
+    for flags in (("--speculate", "ngram"), ("--draft", trained)):
+        assert run(*greedy, *flags)[:2] == (code, out)
+        assert "drafted tokens accepted" in run(*greedy, *flags)[2]
+    assert_refused(run(*greedy, "--speculate", "fast"), "--speculate fast must be ngram")
+    for unfit in (["--json"], ["--n", 2], ["--explain"]):
+        assert_refused(run(*greedy, "--speculate", "ngram", *unfit), "need one prompt that streams, without --json")
+    assert_refused(run(*greedy, "--speculate", "ngram", "--draft", trained), "exclude each other")
+
+
 def test_eval_reads_windows_as_long_as_asked_and_says_what_was_odd(run, trained, notes, tmp_path):
     (tmp_path / "odd.txt").write_bytes((notes / "0.txt").read_bytes() + b"\xff")
     code, out, err = run("eval", trained, "--data", tmp_path / "odd.txt", "--seq-len", 64)
