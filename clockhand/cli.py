@@ -540,14 +540,11 @@ def generate(
         return
 
     pieces = stream(network, [prompt_ids(tokenizer, prompts[0])], sampling, tokenizer=tokenizer, **options)
-<<<<<<< HEAD
     if explain:
         print_explained(prompts[0], pieces, tokenizer)
         return
-=======
     if speculate is not None or draft is not None:
         pieces = speculated(network, tokenizer, prompts[0], sampling, options, draft)
->>>>>>> 42ccb8d (cli: generate --speculate ngram, --draft MODEL)
     write(prompts[0])
     for piece in pieces:
         write(piece.text)
