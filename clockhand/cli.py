@@ -25,7 +25,7 @@ import typer
 
 from clockhand import __version__
 from clockhand.config import ModelConfig, field_docs, field_names, parse_settings
-from clockhand.errors import ClockhandError
+from clockhand.errors import ClockhandError, unknown_name
 from clockhand.infer.settings import Sampling
 from clockhand.train.config import TrainConfig
 from clockhand.train.interrupt import Interrupted
@@ -697,6 +697,38 @@ def validate(
             print(f"none  {program}: {reason}")
     if not passport.passed:
         raise typer.Exit(1)
+
+
+# ── speed ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+BENCHES = ("decode", "prefill", "batch", "moe", "context", "train")
+
+
+@app.command()
+def bench(
+    work: Annotated[str, typer.Argument(metavar="WORK", help=" | ".join(BENCHES))],
+    preset: Annotated[str, typer.Option(help="The model, with random weights.")] = "mini-llama",
+    peer: Annotated[
+        str | None,
+        typer.Option(help="transformers,llama.cpp or none: who runs beside.", show_default="all that are installed"),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Speed beside the peers, in one run of alternating rounds, and the share of what the machine could do."""
+    from importlib import import_module
+    from importlib.util import find_spec
+
+    if work not in BENCHES or find_spec(f"clockhand.bench.{work}") is None:
+        raise unknown_name("bench", work, [name for name in BENCHES if find_spec(f"clockhand.bench.{name}")])
+    from clockhand.bench.measure import wanted_peers
+
+    peers = wanted_peers(peer)
+    result = import_module(f"clockhand.bench.{work}").run(preset, peers)
+    if as_json:
+        print_json(result.as_json())
+    else:
+        for line in result.lines():
+            print(line)
 
 
 # ── learn ──────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -19,6 +19,7 @@ against. Many texts at once are the engine's work, how a token is drawn is in `s
 """
 
 import hashlib
+import inspect
 import math
 import os
 import shutil
@@ -47,6 +48,8 @@ from clockhand.model.transformer import Transformer
 
 SLOTS = 32
 """Slots in a block of the cache: two vectors of 16 fp32 numbers, or one of 32 bf16."""
+QUERIES = 128
+"""Queries of a prompt that attend at once."""
 CHUNK = 512
 """Tokens of a prompt read at once: enough for matrix products near their peak, and no more memory for longer ones."""
 
@@ -155,8 +158,9 @@ def block(
     if config.qk_norm:
         q, k = norm(config, weights, "q_norm", layer, q), norm(config, weights, "k_norm", layer, k)
     if turned is not None:
-        q = rotate(q[None], turned[0][None], turned[1][None], config.rope_layout)[0]
-        k = rotate(k[None], turned[0][None], turned[1][None], config.rope_layout)[0]
+        both = torch.cat((q, k), dim=1) if config.qk_norm else qkv[:, : heads + kv_heads]  # (T, H + K, Dh)
+        both = stored(rotate(both[None], turned[0][None], turned[1][None], config.rope_layout)[0])
+        q, k = both.split([heads, kv_heads], dim=1)
     if only_last:
         q, x = q[-1:], x[-1:]
     attended = attend(q, k, v).flatten(1)  # (T, H·Dh)
@@ -317,14 +321,13 @@ def remember(memory: tuple[Tensor, Tensor], k: Tensor, v: Tensor, positions: Ten
 def attend_one(q: Tensor, memory: tuple[Tensor, Tensor], seen: Tensor) -> Tensor:
     """q (1, H, Dh) over all blocks of the cache -> (1, H, Dh). The heads of a group share every number that is read."""
     keys, values = (each.transpose(0, 1) for each in memory)  # (K, blocks, Dh, 32), (K, blocks, 32, Dh)
-    q = stored(q[0].unflatten(0, (keys.shape[0], -1)) / math.sqrt(q.shape[-1]))  # (K, G, Dh)
+    q = q[0].unflatten(0, (keys.shape[0], -1))  # (K, G, Dh)
     group = range(q.shape[1])
-    scores = [(keys.float() * q[:, g, None, :, None]).sum(2) + seen for g in group]  # each (K, blocks, 32)
-    score = stored(torch.stack(scores, dim=1)).flatten(2)  # (K, G, S)
-    weight = torch.exp(score - score.amax(-1, keepdim=True))
-    total = weight.sum(-1)[..., None]  # (K, G, 1)
-    weight = stored(weight).unflatten(-1, (-1, SLOTS))  # (K, G, blocks, 32)
-    mixed = [(weight[:, g, :, :, None] * values.float()).sum((1, 2)) / total[:, g] for g in group]  # each (K, Dh)
+    # Bare sums: what else is done to them would be a loop of its own for each of the group.
+    products = [(keys.float() * q[:, g, None, :, None]).sum(2) for g in group]  # each (K, blocks, 32)
+    score = stored(torch.stack(products, dim=1)) / math.sqrt(q.shape[-1]) + seen  # (K, G, blocks, 32)
+    weight = stored(torch.softmax(score.flatten(2), dim=-1)).view(score.shape)
+    mixed = [(weight[:, g, :, :, None] * values.float()).sum((1, 2)) for g in group]  # each (K, Dh)
     return stored(torch.stack(mixed, dim=1)).flatten(0, 1)[None]
 
 
@@ -358,11 +361,10 @@ def step_key(config: ModelConfig, precision: str) -> str:
 
 @cache
 def _source() -> str:
-    from clockhand.infer import quantize
-    from clockhand.model import rope
-
-    files = (__file__, quantize.__file__, rope.__file__)
-    return "".join(Path(str(file)).read_text(encoding="utf-8") for file in files)
+    """The code of everything that ends up in the graph."""
+    parts: tuple[Any, ...] = (stack_weights, matrix_of, block, dense, norm, biased, stored, hidden_norm, head_of, embed)
+    parts += (product_with_one, Step, remember, attend_one, _compile, unpack, rotate)
+    return f"{SLOTS} {GROUP}" + "".join(inspect.getsource(part) for part in parts)
 
 
 def is_compiled(config: ModelConfig, precision: str) -> bool:
@@ -376,6 +378,35 @@ def _package(config: ModelConfig, precision: str) -> Path:
 def compile_seconds(config: ModelConfig) -> float:
     """About how long `compiled` takes the first time: measured as 8 s and 3 s a layer on one core (LOG.md)."""
     return 8 + 3 * config.n_layers * (1 if not config.is_moe else config.n_experts_per_token)
+
+
+def is_worth_compiling(config: ModelConfig, weight_bytes: int, new_tokens: int) -> bool:
+    """Whether so many tokens repay the compiling.
+
+    Measured (LOG.md): the plain route reads weights at 15 GB/s and spends 0.35 ms a layer beside, the step reads them
+    at 30 GB/s. So it saves 9 ms a token of mini-llama, and pays from about 5,000 tokens on.
+    """
+    saved = weight_bytes / 30e9 + 0.35e-3 * config.n_layers
+    return new_tokens * saved > compile_seconds(config)
+
+
+def decoder_for(model: nn.Module, reach: int, new_tokens: int) -> "Decoder | None":
+    """A decoder in fp32 where it is the faster way to `new_tokens` of one text, else None: the plain route.
+
+    It is where the compiled step lies in the cache folder, or where so many tokens repay compiling it.
+    """
+    if not isinstance(model, Transformer):
+        return None
+    weight, config = model.token_embedding.weight, model.config
+    if weight.device.type != "cpu" or weight.dtype != torch.float32 or new_tokens < 2:
+        return None
+    if not is_compiled(config, "fp32"):
+        if not is_worth_compiling(config, sum(each.nbytes for each in model.parameters()), new_tokens):
+            return None
+        if compiler() is None:
+            print("note: no C++ compiler (g++, or CXX): text is generated the plain, slower way", file=sys.stderr)
+            return None
+    return Decoder(model, "fp32", reach)
 
 
 def compiled(config: ModelConfig, precision: str, inputs: tuple[Any, ...]) -> Callable[[list[Tensor]], list[Tensor]]:
@@ -486,8 +517,8 @@ class Decoder:
         self._keys: list[Tensor] = []
         self._values: list[Tensor] = []
         self._seen = torch.empty(0, SLOTS)
+        self._views: list[Tensor] = []
         self._reserve(4 * SLOTS)
-        self._flat_weights = [self.weights[name] for name in self.weights]
         self._run: Callable[[list[Tensor]], list[Tensor]] | None = None
         started, known = time.perf_counter(), is_compiled(config, precision)
         if compile:
@@ -527,11 +558,21 @@ class Decoder:
         self._reserve(position + 1)
         self.length += 1
         self._see(position)
-        blocks = max(2, self.length // SLOTS + (self.length % SLOTS > 0))
+        blocks = max(2, -(-self.length // SLOTS))
         number = torch.tensor((id,))
         if self._run is None:
             return Step(self.config)(*self._inputs(number, position, blocks))
-        return self._run(self._flat_inputs(number, position, blocks))[0]
+        if len(self._views) == 0 or self._views[-1].shape[0] != blocks:  # sixty tensors: only every 32 tokens
+            _, keys, values, seen, *_ = self._inputs(number, position, blocks)
+            self._views = [*self.weights.values(), *keys, *values, seen]
+        rows = slice(position, self.length)
+        now = [number, self._positions[rows], *(each[rows] for each in self._turned)]
+        learned = [] if self._learned is None else [self._learned[rows]]
+        return self._run([*self._views, *now, *learned])[0]
+
+    def extend(self, ids: Sequence[int]) -> Tensor:
+        """Appends `ids` by the better of the two ways; the logits after the last, (V,) fp32."""
+        return self.step(ids[0]) if len(ids) == 1 and self.length else self.read(ids)
 
     def truncate(self, length: int) -> None:
         """Forgets every token at position `length` and beyond."""
@@ -560,10 +601,6 @@ class Decoder:
             [each[rows] for each in self._turned],
             [] if self._learned is None else [self._learned[rows]],
         )
-
-    def _flat_inputs(self, id: Tensor, position: int, blocks: int) -> list[Tensor]:
-        _, keys, values, seen, *rest, turned, learned = self._inputs(id, position, blocks)
-        return [*self._flat_weights, *keys, *values, seen, *rest, *turned, *learned]
 
     def _check(self, ids: Sequence[int]) -> None:
         if not len(ids):
@@ -596,7 +633,7 @@ class Decoder:
                 tensors.append(grown)
         seen = torch.full((blocks, SLOTS), -math.inf)
         seen[:held] = self._seen
-        self._seen = seen
+        self._seen, self._views = seen, []
 
     # ---- the prompt ----
 
@@ -610,19 +647,14 @@ class Decoder:
         if self._learned is not None:
             x = x + self._learned[begin:end].to(dtype)
         turned = (self._turned[0][begin:end], self._turned[1][begin:end]) if self._turned else None
-        window = config.sliding_window
-        mask = None  # plainly causal
-        if begin or (window and end > window):
-            behind = positions[:, None] - torch.arange(end)  # (T, S)
-            mask = (behind >= 0) & (behind < window) if window else behind >= 0
         for layer in range(config.n_layers):
             memory = (self._keys[layer], self._values[layer])
 
             def attend(q: Tensor, k: Tensor, v: Tensor, memory: tuple[Tensor, Tensor] = memory) -> Tensor:
-                remember(memory, k, v, positions)
+                remember_many(memory, k, v, positions, begin)
                 if begin:
                     k, v = recall(memory, end, q.dtype)
-                return attend_many(q, k, v, mask)
+                return attend_many(q, k, v, config.sliding_window)
 
             only_last = last and layer == config.n_layers - 1  # what else would come out, nobody reads
             x = block(config, weights, layer, x, turned, product_with_many, attend, self._mix, only_last)
@@ -651,6 +683,17 @@ def product_with_many(x: Tensor, matrix: Matrix) -> Tensor:
     return F.linear(x, unpack(matrix).to(x.dtype))
 
 
+def remember_many(memory: tuple[Tensor, Tensor], k: Tensor, v: Tensor, positions: Tensor, begin: int) -> None:
+    """`remember`, with whole blocks copied as such."""
+    whole = 0 if begin % SLOTS else len(k) // SLOTS * SLOTS
+    blocks = slice(begin // SLOTS, (begin + whole) // SLOTS)
+    if whole:
+        memory[0][blocks] = k[:whole].unflatten(0, (-1, SLOTS)).permute(0, 2, 3, 1).to(memory[0].dtype)
+        memory[1][blocks] = v[:whole].unflatten(0, (-1, SLOTS)).permute(0, 2, 1, 3).to(memory[1].dtype)
+    if whole < len(k):
+        remember(memory, k[whole:], v[whole:], positions[whole:])
+
+
 def recall(memory: tuple[Tensor, Tensor], length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """The first `length` keys and values of a cache, each (S, K, Dh)."""
     blocks = -(-length // SLOTS)
@@ -659,14 +702,28 @@ def recall(memory: tuple[Tensor, Tensor], length: int, dtype: torch.dtype) -> tu
     return keys.flatten(0, 1)[:length].to(dtype), values.flatten(0, 1)[:length].to(dtype)
 
 
-def attend_many(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """q (T, H, Dh), the last of the S positions that k and v (S, K, Dh) have -> (T, H, Dh).
+def attend_many(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
+    """q (T, H, Dh), the last T of the S positions that k and v (S, K, Dh) have -> (T, H, Dh).
 
-    `mask` (T or more, S) says who is seen, its last rows counting; None is the plain causal rule.
+    Plain products over a block of queries at a time, each with the keys up to its end, and the heads of a group as rows
+    of one matrix. torch's fused kernel took a third of the time of the whole prompt on a CPU (LOG.md).
     """
-    rows = len(q)
-    seen = None if mask is None else mask[-rows:]
-    q, k, v = (each.transpose(0, 1)[None] for each in (q, k, v))  # (1, heads, T or S, Dh)
-    causal = mask is None and rows > 1  # a single last one sees everything
-    out = F.scaled_dot_product_attention(q, k, v, seen, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1])
-    return out[0].transpose(0, 1)
+    length, first, kv_heads = len(q), len(k) - len(q), k.shape[1]
+    q = (q / math.sqrt(q.shape[-1])).unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)  # (K, G, T, Dh)
+    k, v = k.permute(1, 2, 0).contiguous(), v.transpose(0, 1).contiguous()  # (K, Dh, S), (K, S, Dh)
+    out = torch.empty_like(q)
+    for begin in range(0, length, QUERIES):
+        some = q[:, :, begin : begin + QUERIES]  # (K, G, t, Dh)
+        here = torch.arange(first + begin, first + begin + some.shape[2])
+        start = max(0, int(here[0]) - window + 1) if window else 0
+        end = int(here[-1]) + 1
+        scores = torch.bmm(some.flatten(1, 2), k[:, :, start:end]).view(*some.shape[:3], -1)  # (K, G, t, S)
+        if window:
+            behind = here[:, None] - torch.arange(start, end)
+            scores.masked_fill_((behind < 0) | (behind >= window), -math.inf)
+        else:  # all that came before this block is seen by all of it
+            square = torch.ones(len(here), len(here), dtype=torch.bool)
+            scores[..., -len(here) :].masked_fill_(square.triu(1), -math.inf)
+        weights = torch.softmax(scores, dim=-1).flatten(1, 2)  # in fp32 within
+        out[:, :, begin : begin + QUERIES] = torch.bmm(weights, v[:, start:end]).view_as(some)
+    return out.permute(2, 0, 1, 3).flatten(1, 2)

@@ -27,6 +27,7 @@ from torch import Tensor
 from clockhand.config import ModelConfig
 from clockhand.data.tokenizer import StreamDecoder, Tokenizer
 from clockhand.errors import ClockhandError
+from clockhand.infer.decode import decoder_for
 from clockhand.infer.explain import Explanation, explain
 from clockhand.infer.logprobs import TokenLogprob, token_logprobs
 from clockhand.infer.sampling import draw_numbers, look_up, next_token_probabilities
@@ -330,9 +331,13 @@ def _pieces(
                 yield Piece(row.number, None, "", row.finish_reason)
         weight = model.token_embedding.weight
         cache = KVCache(model.config, len(batch), max(row.reach for row in batch), weight.dtype, weight.device)
+        decoder = decoder_for(model, batch[0].reach, batch[0].reach - len(batch[0].ids)) if len(batch) == 1 else None
         while running := [slot for slot, row in enumerate(batch) if row.finish_reason is None]:
             # On the CPU from here on, so that a seed means the same draws on every device.
-            model_logits = _next_logits(model, batch, cache)[running].float().cpu()
+            if decoder is not None:  # the same logits, sooner
+                model_logits = decoder.extend(batch[0].ids[decoder.length :])[None]
+            else:
+                model_logits = _next_logits(model, batch, cache)[running].float().cpu()
             going = [batch[slot] for slot in running]
             logits = _drawable(model_logits, going, known_ids)
             history, prompt_lengths = [row.ids for row in going], [row.prompt_length for row in going]

@@ -7,7 +7,9 @@ from clockhand.config import ModelConfig
 from clockhand.errors import ClockhandError
 from clockhand.infer import decode
 from clockhand.infer.decode import Decoder
+from clockhand.infer.generate import generate
 from clockhand.infer.quantize import PRECISIONS, rounded
+from clockhand.infer.settings import Sampling
 from clockhand.model.cache import KVCache
 from clockhand.model.transformer import Transformer
 
@@ -177,3 +179,21 @@ def test_the_compiled_step_equals_the_plain_model_for_every_kind(kind, monkeypat
         # Cache and activations are alike here, so both differ by the order of sums, and by a rounding of the cache.
         difference = fast_logits(decoder, ids, read=3) - fast_logits(reference, ids, read=3)
         assert difference.abs().max() < 0.05
+
+
+@pytest.mark.skipif(decode.compiler() is None, reason="needs a C++ compiler")
+def test_generate_takes_the_compiled_step_where_it_lies_ready_and_draws_the_same(monkeypatch, tmp_path):
+    monkeypatch.setenv("CLOCKHAND_CACHE", str(tmp_path))
+    model = make_model(n_layers=1)
+    lively = Sampling(temperature=1.2, top_p=0.95)
+    plain = generate(model, [[1, 2, 3]], lively, max_new_tokens=50)
+    assert decode.decoder_for(model, 53, 50) is None
+    Decoder(model)
+    assert decode.decoder_for(model, 53, 50) is not None
+    assert generate(model, [[1, 2, 3]], lively, max_new_tokens=50) == plain
+
+
+def test_compiling_is_repaid_by_long_requests_only():
+    mini = ModelConfig(vocab_size=4096, d_model=512, n_layers=12, n_heads=8, n_kv_heads=2, d_ff=1408)
+    assert not decode.is_worth_compiling(mini, 143_706_112, 256)
+    assert decode.is_worth_compiling(mini, 143_706_112, 10_000)

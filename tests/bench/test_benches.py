@@ -1,0 +1,56 @@
+"""Every bench runs to its end on a tiny model, names its contestants and its limits."""
+
+import json
+
+import pytest
+
+from clockhand.bench import batch, contest, context, decode, measure, prefill
+from clockhand.cli import app
+from clockhand.config import ModelConfig
+from clockhand.errors import ClockhandError
+
+SMALL = dict(vocab_size=300, d_model=32, n_layers=1, n_heads=2, n_kv_heads=1, d_ff=64, max_seq_len=600)
+WALLS = measure.Limits(read_gb_per_s=10.0, fp32_gflops=100.0, bf16_gflops=200.0)
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    """Any preset is a tiny model, and no time goes into measuring the limits or into compiling."""
+    monkeypatch.setattr(contest, "build", lambda preset, **changes: ModelConfig(**{**SMALL, **changes}))
+    for module in (batch, context, decode, prefill):
+        monkeypatch.setattr(module, "limits", lambda: WALLS)
+    for module in (context, decode):
+        plain = module.Decoder
+        monkeypatch.setattr(module, "Decoder", lambda *given, plain=plain: plain(*given, compile=False))
+
+
+@pytest.mark.parametrize(
+    ("work", "contestants"),
+    [
+        (lambda: decode.run("any", [], 1, 3), ["clockhand fp32", "clockhand bf16", "clockhand int8"]),
+        (lambda: prefill.run("any", ["transformers"], 1), ["clockhand fp32", "transformers fp32", "clockhand bf16"]),
+        (lambda: batch.run("any", [], 1, 2), ["clockhand fp32", "clockhand bf16"]),
+        (lambda: context.run("any", [], 1, 2), ["at 64", "at 1,024", "at 8,192"]),
+    ],
+    ids=["decode", "prefill", "batch", "context"],
+)
+def test_a_bench_measures_all_contestants_and_prints_as_text_and_as_json(work, contestants):
+    report = work()
+    assert set(contestants) <= set(report.results)
+    assert all(each.median > 0 for each in report.results.values())
+    text = "\n".join(report.lines())
+    assert all(name in text for name in contestants)
+    assert json.loads(json.dumps(report.as_json()))["limits"]["read_gb_per_s"] == 10.0
+
+
+def test_a_model_too_short_for_the_work_is_refused(monkeypatch):
+    monkeypatch.setattr(contest, "build", lambda preset, **changes: ModelConfig(**{**SMALL, "max_seq_len": 100}))
+    with pytest.raises(ClockhandError, match="needs 512 tokens, but any has max_seq_len = 100"):
+        prefill.run("any", [])
+
+
+def test_an_unknown_bench_is_refused_with_the_nearest_name():
+    from typer.testing import CliRunner
+
+    result = CliRunner().invoke(app, ["bench", "decoding"])
+    assert "unknown bench 'decoding'; did you mean 'decode'?" in str(result.exception)
