@@ -305,6 +305,10 @@ def train(
         typer.Option("--prove-resume", help="Only show that a run that is killed and resumed ends in the same bits."),
     ] = False,
     kills: Annotated[int | None, typer.Option(help="With --prove-resume: how many.", show_default="3")] = None,
+    resume: Annotated[
+        str, typer.Option(help="auto | never | must: whether to go on with the run that is in --out.")
+    ] = "auto",
+    logger: Annotated[str, typer.Option(help="none | tensorboard | wandb: who else is told the numbers.")] = "none",
     *,
     fields: dict[str, Any],
 ) -> None:
@@ -313,11 +317,15 @@ def train(
 
     from clockhand.data.shards import Corpus
     from clockhand.memory import refuse_beyond_memory
+    from clockhand.train.curves import draw_curves
+    from clockhand.train.loggers import with_logger
     from clockhand.train.loop import train as run
     from clockhand.train.parallel import joined
     from clockhand.train.plan import fit_micro_batch
     from clockhand.train.pretrain import corpus_for, model_config_for
     from clockhand.train.progress import make_reporter
+    from clockhand.train.run_folder import check_resume
+    from clockhand.train.runs import read_run, summary
 
     if replay is not None:
         from clockhand.train.bad_step import lines_of
@@ -327,6 +335,8 @@ def train(
             "--prove-resume": prove_resume,
             "--kills": kills,
             "--fit-memory": fit_memory,
+            "--resume": resume if resume != "auto" else None,
+            "--logger": logger if logger != "none" else None,
             "--data": data,
             "--out": out,
             "--set": settings,
@@ -345,12 +355,16 @@ def train(
     if config.device == "cpu" or not torch.cuda.is_available():
         refuse_beyond_memory(first)
     if prove_resume:
-        refuse_idle({"--out": out, "--fit-memory": fit_memory}, "with --prove-resume")
+        idle = {"--resume": resume if resume != "auto" else None, "--logger": logger if logger != "none" else None}
+        refuse_idle({"--out": out, "--fit-memory": fit_memory, **idle}, "with --prove-resume")
         corpus_settings = corpus_flags(tokenizer, kind, vocab_size, text_field, val_fraction)
         print_certificate(data, preset, changes, config, 3 if kills is None else kills, corpus_settings)
         return
     refuse_idle({"--kills": kills}, "without --prove-resume")
     out = out or Path("runs") / f"{preset}-{Path(data[0].removeprefix('builtin:')).name.split('.')[0]}"
+
+    check_resume(out, resume)
+    reporter = with_logger(make_reporter(), logger, out)
 
     def corpus_folder() -> str:
         with corpus_progress() as progress:
@@ -371,10 +385,15 @@ def train(
         model_config = model_config_for(preset, changes, corpus.tokenizer)
         if fit_memory is not None:
             config = fit_micro_batch(model_config, config, round(fit_memory * 1e9))
-        result = run(model_config, config, corpus, out, make_reporter(), ranks)
+        result = run(model_config, config, corpus, out, reporter, ranks, resume)
     if not ranks.leads:
         return
+    try:
+        say(f"loss curves: {draw_curves(out)}")
+    except ClockhandError as error:  # the run itself is whole
+        say(f"note: {error}")
     print(
+        f"{summary(read_run(out))}\n"
         f"{out / 'final'}: validation loss {result.loss:.4f} nats per token, {result.bits_per_byte:.4f} bits per byte"
         f"\nnext: clockhand generate {out} --prompt '...'"
     )
@@ -414,6 +433,38 @@ def plan(
         print(f"  {name:<12}{size / 1e9:9.3f} GB")
     print(f"  {found['tok_per_s']:,.0f} tok/s, {found['seconds_per_step']:.3f} s a step")
     print(f"  {config.steps:,} steps, {found['tokens']:,} tokens: {timedelta(seconds=round(found['seconds']))}")
+
+
+@app.command("runs")
+def list_runs(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where to look, with all folders below.")] = Path(
+        "runs"
+    ),
+    as_json: Json = False,
+) -> None:
+    """The runs that are there: how far they are, how good, and whether they run."""
+    from rich.table import Table
+
+    from clockhand.train.runs import duration, find_runs
+
+    if not folder.is_dir():
+        raise ClockhandError(f"'{folder}' is no folder; name the one that your runs are in")
+    found = find_runs(folder)
+    if as_json:
+        print_json([dataclasses.asdict(each) for each in found])
+        return
+    if not found:
+        print(f"no runs in {folder}")
+        return
+    rows = Table("run", "preset", "state", box=None, header_style="bold")
+    for title in ("step", "train", "validation", "best", "time"):
+        rows.add_column(title, justify="right")
+    for each in found:
+        losses = [f"{loss:.4f}" if loss is not None else "-" for loss in (each.train_loss, each.val_loss)]
+        best = f"{each.best_val_loss:.4f} at {each.best_step:,}" if each.best_val_loss is not None else "-"
+        step = f"{each.step:,}/{each.steps:,}"
+        rows.add_row(each.folder, each.preset, each.state, step, *losses, best, duration(each.seconds))
+    print_rich(rows)
 
 
 @app.command()

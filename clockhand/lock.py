@@ -43,6 +43,21 @@ def release(path: Path) -> None:
         file.close()  # with it goes the lock
 
 
+def is_held(path: Path) -> bool:
+    """Whether some process holds the lock, this one or another. Asking changes nothing."""
+    path = path.resolve()
+    if path in _held:
+        return True
+    try:
+        with path.open("rb") as file:
+            _lock(file)
+    except BlockingIOError:
+        return True
+    except OSError:  # no such file, or no locks here: nobody is known to hold it
+        return False
+    return False
+
+
 def _is_still_there(path: Path, file: IO[bytes]) -> bool:
     try:
         return os.path.samestat(path.stat(), os.fstat(file.fileno()))

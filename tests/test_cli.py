@@ -1,5 +1,6 @@
 """The command line as a user types it: what it prints, where, and how it says no."""
 
+import importlib.util
 import json
 import os
 import re
@@ -71,7 +72,13 @@ def assert_refused(result, *words):
 
 
 def test_help_and_inspect_do_not_import_torch():
-    for arguments in (["--help"], ["train", "--help"], ["generate", "--help"], ["inspect", "mini-llama", "--json"]):
+    for arguments in (
+        ["--help"],
+        ["train", "--help"],
+        ["generate", "--help"],
+        ["inspect", "mini-llama", "--json"],
+        ["runs", "."],
+    ):
         code = (
             "import sys; from clockhand.cli import main\n"
             f"try: main({arguments})\n"
@@ -212,6 +219,33 @@ def test_a_resume_certificate_is_printed_and_its_failure_is_an_exit_code(run, no
     assert_refused(run(*command, "--kills", 0), "--kills 0")
     assert_refused(run(*command, "--out", "runs/x"), "--out runs/x has no effect")
     assert_refused(run(*command[:-1], "--kills", 3), "--kills 3 has no effect without --prove-resume")
+
+
+def test_runs_are_listed_for_people_and_for_programs(run, trained, tmp_path):
+    code, out, _ = run("runs", tmp_path)
+    assert code == 0
+    assert "finished" in out
+    assert "4/4" in out
+    code, out, _ = run("runs", tmp_path, "--json")
+    (found,) = json.loads(out)
+    assert found["folder"] == str(trained)
+    assert (found["step"], found["state"]) == (4, "finished")
+    assert found["best_val_loss"] <= found["val_loss"]
+    assert run("runs", trained / "corpus")[1].startswith("no runs in ")
+    assert_refused(run("runs", tmp_path / "nowhere"), "nowhere")
+
+
+def test_a_run_ends_with_what_it_took_its_curves_and_what_comes_next(run, notes, tmp_path):
+    command = ["train", "--data", notes, *SMALL, *BRIEF, "--vocab-size", 280, "--out", tmp_path / "run"]
+    code, out, err = run(*command)
+    assert code == 0, err
+    assert out.startswith("4 steps, 256 tokens in ")
+    assert f"next: clockhand generate {tmp_path / 'run'}" in out
+    if importlib.util.find_spec("matplotlib"):
+        assert (tmp_path / "run" / "curves.png").is_file()
+        assert "curves.png" in err
+    assert_refused(run(*command, "--resume", "never"), "--resume never")
+    assert_refused(run(*command, "--logger", "paper"), "--logger paper must be")
 
 
 def test_a_file_of_prompts_is_one_batch_and_json_tells_how_each_ended(run, trained, tmp_path):

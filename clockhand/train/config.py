@@ -51,6 +51,9 @@ class TrainConfig:
     checkpoint_activations: bool = False
     """Keep only the input of each block for the backward pass, and compute the rest again: less memory, more time."""
 
+    deterministic: bool = False
+    """Only kernels that add in a fixed order, and always as many threads. Free on the CPU; on CUDA it costs speed."""
+
     optimizer: str = "adamw"
     """adamw | muon: what updates the matrices of the blocks. Everything else is AdamW's."""
     learning_rate: float = 1e-3

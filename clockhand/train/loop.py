@@ -50,6 +50,7 @@ from clockhand.train.checkpoint import (
 )
 from clockhand.train.compiled import compile_blocks, running_blocks
 from clockhand.train.config import TrainConfig
+from clockhand.train.determinism import deterministic
 from clockhand.train.evaluate import Evaluation, evaluate
 from clockhand.train.interrupt import Interrupted, stop_on_signals
 from clockhand.train.log import NoLog, RunLog, read_log
@@ -73,13 +74,15 @@ def train(
     out: Path,
     reporter: Reporter | None = None,
     ranks: Ranks | None = None,
+    resume: str = "auto",
 ) -> Evaluation:
     """Trains a model in the run folder `out` and writes `out/final`; goes on from the newest whole checkpoint there.
 
-    `ranks` are the processes that share the work (`parallel.joined`). Returns the last evaluation. Raises `Interrupted`
-    after SIGINT or SIGTERM, with everything saved, and `ClockhandError` for what cannot be honoured.
+    `ranks` are the processes that share the work (`parallel.joined`). `resume` "never" refuses a folder with a run
+    in it, "must" one without a checkpoint. Returns the last evaluation. Raises `Interrupted` after SIGINT or
+    SIGTERM, with everything saved, and `ClockhandError` for what cannot be honoured.
     """
-    return Trainer(model_config, train_config, corpus, Path(out), reporter or Reporter(), ranks).run()
+    return Trainer(model_config, train_config, corpus, Path(out), reporter or Reporter(), ranks, resume).run()
 
 
 class Trainer:
@@ -93,12 +96,13 @@ class Trainer:
         out: Path,
         reporter: Reporter,
         ranks: Ranks | None = None,
+        resume: str = "auto",
     ) -> None:
         """Stands at step 0, or where the newest whole checkpoint in `out` was."""
         _refuse_misfits(model_config, config, corpus)
         self.ranks = ranks or Ranks()
         _refuse_rank_misfits(config, self.ranks.mode)
-        self.corpus, self.out = corpus, out
+        self.corpus, self.out, self.resume = corpus, out, resume
         self.reporter = reporter if self.ranks.leads else Reporter()
         device = _device(config)
         if device.type == "cpu":
@@ -126,9 +130,11 @@ class Trainer:
 
     def _open_folder(self, model_config: ModelConfig, config: TrainConfig, device: torch.device) -> dict[str, Any]:
         """Makes the run folder, and says what `auto` is there, which checkpoint to go on from, and the best loss."""
+        run_folder.check_resume(self.out, self.resume)
         run_folder.open_run_folder(self.out)
         checkpoint = newest_checkpoint(self.out / "checkpoints", self.reporter.note)
-        earlier = checkpoint.state["train"] if checkpoint else None
+        # A run that died before its first checkpoint has settled too, and must not come out otherwise now.
+        earlier = checkpoint.state["train"] if checkpoint else run_folder.started_train(self.out)
         config = settle(config, model_config, device, self.ranks.mode, earlier, self.reporter.note)
         record = self._record(model_config, config)
         if checkpoint is not None:
@@ -136,6 +142,8 @@ class Trainer:
             if checkpoint.step > config.steps:
                 reached = f"the run in {self.out} has already made {checkpoint.step}"
                 raise ClockhandError(f"steps = {config.steps} but {reached}")
+        elif self.resume == "must":
+            raise ClockhandError(f"--resume must, but no checkpoint in {self.out} is whole")
         run_folder.write_run_config(self.out, record)
         best = best_loss(self.out / "best")
         return {
@@ -150,6 +158,7 @@ class Trainer:
             "model": asdict(model_config),
             "train": asdict(config),
             "data": run_folder.describe_data(self.corpus),
+            "threads": torch.get_num_threads(),
         }
 
     def _go_on_from(self, checkpoint: Checkpoint) -> None:
@@ -162,7 +171,7 @@ class Trainer:
         """Takes all steps that are left."""
         config = self.config
         keep_freed_memory()
-        with self._reporting(), stop_on_signals() as request:
+        with self._reporting(), deterministic(config.deterministic), stop_on_signals() as request:
             while True:
                 if signum := self.ranks.max(request.signum or 0):
                     self.save()

@@ -83,6 +83,9 @@ def prove_resume(
     taken = time.perf_counter() - began
     say(f"the straight run took {taken:.0f} s; the killed one will take {taken:.0f} to {taken * (1 + kills):.0f} s")
 
+    # What was measured for `auto` is part of the run, and another moment might measure otherwise.
+    settled = json.loads((straight / "config.json").read_text(encoding="utf-8"))["train"]
+    run = _Run(model_config, TrainConfig(**settled), corpus)
     certificate = Certificate(config.steps, _hashes(straight))
     times = [row["time"] for row in read_log(straight / "log.jsonl")]
     for after in sorted(random.randrange(-1, config.steps) for _ in range(kills)):

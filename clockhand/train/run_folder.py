@@ -3,6 +3,7 @@
     corpus/          the data, where the run was given text
     config.json      everything resolved: model, training, data, versions
     log.jsonl        one line per step
+    curves.png       the losses, where matplotlib is installed
     checkpoints/     model folders from which the run can go on
     best/            the weights with the lowest validation loss, a model folder
     bad-steps/       steps that went wrong, to be run again
@@ -42,6 +43,12 @@ def is_run_folder(folder: Path) -> bool:
     return _read_run_config(folder) is not None
 
 
+def started_train(out: Path) -> dict[str, Any] | None:
+    """The training settings that a run was started with in `out`; None if none was."""
+    config = _read_run_config(out)
+    return config["train"] if config else None
+
+
 def open_run_folder(out: Path) -> None:
     """Makes `out`, or makes sure that it is a run folder, and tidies it; it is then ours until `let_go`.
 
@@ -59,6 +66,19 @@ def open_run_folder(out: Path) -> None:
         remove_leftovers(out / "checkpoints")
     except OSError as error:
         raise ClockhandError(f"cannot write to --out {out}: {error.strerror}") from error
+
+
+RESUME = ("auto", "never", "must")
+
+
+def check_resume(out: Path, resume: str) -> None:
+    """Raises `ClockhandError` where `resume` (auto | never | must) does not go with what is in `out`."""
+    if resume not in RESUME:
+        raise ClockhandError(f"--resume {resume} must be {' | '.join(RESUME)}")
+    if resume == "never" and is_run_folder(out):
+        raise ClockhandError(f"--resume never, but --out {out} holds a run; name another folder, or --resume auto")
+    if resume == "must" and not any((out / "checkpoints").glob("step-*")):
+        raise ClockhandError(f"--resume must, but --out {out} holds no checkpoint to go on from")
 
 
 def describe_data(corpus: Corpus) -> dict[str, Any]:
@@ -87,6 +107,12 @@ def refuse_changes(out: Path, started: Mapping[str, Any], asked: Mapping[str, An
                 raise ClockhandError(
                     f"{name} = {now!r} but the run in {out} was started with {value!r}; give that, or another --out"
                 )
+    threads, now = started.get("threads"), asked["threads"]
+    if asked["train"]["deterministic"] and threads != now:
+        raise ClockhandError(
+            f"deterministic = True, and the run in {out} was started with {threads} threads, not {now}: "
+            f"set OMP_NUM_THREADS={threads}"
+        )
     if started["data"]["sha256"] != asked["data"]["sha256"]:
         folders = f"{asked['data']['folder']} is not, or is no longer, {started['data']['folder']}"
         raise ClockhandError(f"the run in {out} was started with other data ({folders}); give that, or another --out")

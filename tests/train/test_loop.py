@@ -424,6 +424,25 @@ def test_resuming_with_other_data_is_refused(model_config, train_config, corpus,
         train(model_config, train_config, other, tmp_path / "run")
 
 
+def test_resume_never_refuses_a_run_and_must_a_folder_without_one(model_config, train_config, corpus, tmp_path):
+    out = tmp_path / "run"
+    with pytest.raises(ClockhandError, match=r"^--resume must, but .* holds no checkpoint"):
+        train(model_config, train_config, corpus, out, resume="must")
+    assert not out.exists()
+    train(model_config, train_config, corpus, out, resume="never")
+    before = (out / "log.jsonl").read_bytes()
+    with pytest.raises(ClockhandError, match=r"^--resume never, but .* holds a run"):
+        train(model_config, dataclasses.replace(train_config, steps=12), corpus, out, resume="never")
+    assert (out / "log.jsonl").read_bytes() == before
+    train(model_config, dataclasses.replace(train_config, steps=12), corpus, out, resume="must")
+    for folder in (out / "checkpoints").iterdir():
+        (folder / "training.json").write_text("damaged")
+    with pytest.raises(ClockhandError, match=r"^--resume must, but no checkpoint .* is whole"):
+        train(model_config, train_config, corpus, out, resume="must")
+    with pytest.raises(ClockhandError, match=r"^--resume maybe must be auto \| never \| must"):
+        train(model_config, train_config, corpus, out, resume="maybe")
+
+
 def test_a_folder_with_other_things_in_it_is_refused_and_left_alone(model_config, train_config, corpus, tmp_path):
     train(model_config, train_config, corpus, tmp_path / "run")
     model_folder, letters = tmp_path / "run" / "final", tmp_path / "letters"

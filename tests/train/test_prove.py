@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import random
 import shutil
 import subprocess
@@ -10,7 +11,9 @@ import sys
 import pytest
 
 from clockhand.errors import ClockhandError
+from clockhand.train import settle
 from clockhand.train.loop import train
+from clockhand.train.progress import Reporter
 from clockhand.train.prove import first_difference, lines_of, prove_resume
 
 
@@ -38,6 +41,26 @@ def test_a_run_that_cannot_be_made_is_refused_with_its_own_reason(model_config, 
     too_long = dataclasses.replace(train_config, seq_len=128)
     with pytest.raises(ClockhandError, match=r"does not reach its end: seq_len = 128 must be at most"):
         prove_resume(model_config, too_long, corpus, 1, tmp_path, lambda line: None)
+
+
+def test_what_auto_was_for_a_run_that_died_before_its_first_checkpoint_it_stays(
+    model_config, train_config, corpus, tmp_path, monkeypatch
+):
+    """Otherwise a busier moment of the machine could choose another precision, and end in other bits."""
+    config = dataclasses.replace(train_config, dtype="auto", compile="off")
+
+    class Dies(Reporter):
+        def row(self, row) -> None:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(settle, "WORTH_BF16", 0)
+    monkeypatch.setattr(settle, "NARROW", 0)
+    with pytest.raises(KeyboardInterrupt):
+        train(model_config, config, corpus, tmp_path / "run", Dies())
+    assert not list((tmp_path / "run" / "checkpoints").iterdir())
+    monkeypatch.setattr(settle, "WORTH_BF16", math.inf)
+    train(model_config, config, corpus, tmp_path / "run")
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["train"]["dtype"] == "bfloat16"
 
 
 def test_the_first_difference_of_two_runs_is_named(model_config, train_config, corpus, tmp_path):

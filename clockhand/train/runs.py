@@ -1,0 +1,129 @@
+"""What stands in run folders, read without torch: for `clockhand runs`, and for the last word of a run.
+
+The state is not written down anywhere, where it could be wrong after a kill: a run is running while a process holds its
+lock, finished when its log has the last step and its final model is there, and stopped otherwise.
+"""
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from clockhand.config import ModelConfig
+from clockhand.errors import ClockhandError
+from clockhand.lock import is_held
+from clockhand.presets import PRESETS, VOCAB_FROM_TOKENIZER, build
+from clockhand.train.log import read_log
+
+CONFIG, LOG, LOCK = "config.json", "log.jsonl", ".lock"
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run folder as it is now."""
+
+    folder: str
+    preset: str
+    """The preset that the model is, `-` where it was changed."""
+    state: str
+    """running | finished | stopped."""
+    step: int
+    """Updates made."""
+    steps: int
+    train_loss: float | None
+    """Of the last step."""
+    val_loss: float | None
+    """Of the last evaluation."""
+    best_val_loss: float | None
+    best_step: int | None
+    tokens: int
+    seconds: float
+    """That all processes of the run have spent in it."""
+    skipped: int
+    """Steps that were not applied."""
+
+
+def find_runs(root: Path) -> list[Run]:
+    """The runs in `root` and in the folders below it, by path."""
+    return [read_run(folder) for folder in sorted(_run_folders(root))]
+
+
+def _run_folders(root: Path) -> Iterator[Path]:
+    for path, folders, files in os.walk(root):
+        if CONFIG in files and LOG in files:
+            yield Path(path)
+            folders.clear()  # what a run holds are no runs
+        folders[:] = [name for name in folders if not name.startswith(".")]
+
+
+def read_run(folder: Path) -> Run:
+    """Raises `ClockhandError` for a log that is none."""
+    rows = read_log(folder / LOG)
+    config = _read_config(folder / CONFIG)
+    train: dict[str, Any] = config.get("train", {})
+    steps = train.get("steps", 0)
+    evaluated = [row for row in rows if row.get("val/loss") is not None]
+    best = min(evaluated, key=lambda row: row["val/loss"], default=None)
+    step = rows[-1]["step"] + ("train/loss" in rows[-1]) if rows else 0
+    finished = step == steps and (folder / "final" / "model.safetensors").exists()
+    return Run(
+        folder=str(folder),
+        preset=_preset_of(config.get("model", {})),
+        state="running" if is_held(folder / LOCK) else "finished" if finished else "stopped",
+        step=step,
+        steps=steps,
+        train_loss=_last(rows, "train/loss"),
+        val_loss=_last(rows, "val/loss"),
+        best_val_loss=None if best is None else best["val/loss"],
+        best_step=None if best is None else best["step"],
+        tokens=_last(rows, "train/tokens") or 0,
+        seconds=_last(rows, "time") or 0.0,
+        skipped=sum(row.get("train/skipped") is True for row in rows),
+    )
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return config if isinstance(config, dict) else {}
+
+
+def _last(rows: list[dict[str, Any]], key: str) -> Any:
+    return next((row[key] for row in reversed(rows) if key in row), None)
+
+
+def _preset_of(model: dict[str, Any]) -> str:
+    for name in PRESETS:
+        free = {"vocab_size": model.get("vocab_size")} if name in VOCAB_FROM_TOKENIZER else {}
+        try:
+            if build(name, **free) == ModelConfig(**model):
+                return name
+        except (TypeError, ClockhandError):  # of another version, or none of ours
+            return "-"
+    return "-"
+
+
+def summary(run: Run) -> str:
+    """The last word of a run that ended well: what it took, and where it was best."""
+    speed = f", {run.tokens / run.seconds:,.0f} tokens a second" if run.seconds else ""
+    text = f"{run.step:,} steps, {run.tokens:,} tokens in {duration(run.seconds)}{speed}"
+    if run.skipped:
+        text += f"; {run.skipped} steps not applied"
+    if run.best_val_loss is not None and run.best_step != run.step:
+        kept = f" ({Path(run.folder) / 'best'})" if (Path(run.folder) / "best").is_dir() else ""
+        text += f"\nbest validation loss {run.best_val_loss:.4f} at step {run.best_step:,}{kept}"
+    return text
+
+
+def duration(seconds: float) -> str:
+    """`42 s`, `3 min 05 s`, `2 h 07 min`."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02} min"

@@ -1,0 +1,96 @@
+"""Other programs are told the numbers of a run, once each."""
+
+import sys
+import types
+
+import pytest
+
+from clockhand.errors import ClockhandError
+from clockhand.train.loggers import numbers_of, with_logger
+from clockhand.train.loop import train
+from clockhand.train.progress import Reporter
+
+
+class Heard(Reporter):
+    def __init__(self) -> None:
+        self.rows: list[dict] = []
+
+    def row(self, row) -> None:
+        self.rows.append(row)
+        if row["step"] == 5 and len(self.rows) == 6:
+            raise KeyboardInterrupt
+
+
+def test_tensorboard_gets_every_number_and_a_resumed_run_takes_back_what_it_repeats(
+    model_config, train_config, corpus, tmp_path, monkeypatch
+):
+    writers = []
+
+    class Writer:
+        def __init__(self, folder, purge_step) -> None:
+            self.folder, self.purged, self.scalars, self.closed = folder, purge_step, {}, False
+            writers.append(self)
+
+        def add_scalar(self, key, value, step) -> None:
+            self.scalars[key, step] = value
+
+        def close(self) -> None:
+            self.closed = True
+
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", types.SimpleNamespace(SummaryWriter=Writer))
+    heard, out = Heard(), tmp_path / "run"
+    with pytest.raises(KeyboardInterrupt):
+        train(model_config, train_config, corpus, out, with_logger(heard, "tensorboard", out))
+    train(model_config, train_config, corpus, out, with_logger(heard, "tensorboard", out))
+    assert [(each.folder, each.purged, each.closed) for each in writers] == [
+        (str(out / "tensorboard"), 0, True), (str(out / "tensorboard"), 4, True)
+    ]  # fmt: skip
+    assert {step for _, step in writers[1].scalars} == set(range(4, 11))
+    assert writers[1].scalars["train/loss", 9] == heard.rows[-2]["train/loss"]
+    assert writers[1].scalars["val/loss", 10] == heard.rows[-1]["val/loss"]
+
+
+def test_wandb_gets_the_same_rows_and_goes_on_with_the_same_run(
+    model_config, train_config, corpus, tmp_path, monkeypatch
+):
+    runs = []
+
+    class Run:
+        def __init__(self, **settings) -> None:
+            self.settings, self.logged, self.finished = settings, {}, False
+            runs.append(self)
+
+        def log(self, numbers, step) -> None:
+            self.logged[step] = numbers
+
+        def finish(self) -> None:
+            self.finished = True
+
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=Run))
+    out = tmp_path / "run"
+    for _ in range(2):
+        train(model_config, train_config, corpus, out, with_logger(Reporter(), "wandb", out))
+    assert runs[0].logged.keys() == set(range(11))
+    assert runs[0].finished
+    assert runs[0].settings["id"] == runs[1].settings["id"]
+    assert runs[0].settings["resume"] == "allow"
+    assert "val/bpb" in runs[0].logged[10]
+
+
+@pytest.mark.parametrize(("logger", "module"), [("tensorboard", "torch.utils.tensorboard"), ("wandb", "wandb")])
+def test_a_logger_that_is_not_installed_is_one_line(tmp_path, monkeypatch, logger, module):
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ClockhandError, match=f"^--logger {logger} needs .*: pip install {logger}$"):
+        with_logger(Reporter(), logger, tmp_path)
+
+
+def test_an_unknown_logger_is_refused_and_none_is_nobody(tmp_path):
+    with pytest.raises(ClockhandError, match=r"^--logger neptune must be none | tensorboard | wandb"):
+        with_logger(Reporter(), "neptune", tmp_path)
+    reporter = Reporter()
+    assert with_logger(reporter, "none", tmp_path) is reporter
+
+
+def test_only_numbers_are_drawn():
+    row = {"step": 3, "time": 1.5, "train/loss": 2.0, "train/trouble": "loss nan", "train/skipped": True, "sample": "a"}
+    assert numbers_of(row) == {"time": 1.5, "train/loss": 2.0, "train/skipped": True}
