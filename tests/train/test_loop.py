@@ -404,6 +404,51 @@ def test_a_full_disk_stops_the_run_and_with_room_again_it_ends_as_the_straight_r
     assert rows_of(out) == rows_of(tmp_path / "straight")
 
 
+FULL_FROM_STEP_6_ON = """
+import json, resource, signal, sys
+import torch
+torch.set_num_threads(1)
+from clockhand.config import ModelConfig
+from clockhand.data.shards import Corpus
+from clockhand.errors import ClockhandError
+from clockhand.train import loop
+from clockhand.train.config import TrainConfig
+from clockhand.train.progress import Reporter
+
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # the write then fails like any that the disk refuses
+
+class Fills(Reporter):
+    def row(self, row):
+        if row["step"] == 6:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+
+model, train, corpus, out = sys.argv[1:]
+try:
+    loop.train(ModelConfig(**json.loads(model)), TrainConfig(**json.loads(train)), Corpus.open(corpus), out, Fills())
+except ClockhandError as error:
+    print(error)
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no limits on files there")
+def test_a_write_that_the_system_itself_refuses_leaves_the_last_checkpoint_and_the_run_goes_on_later(
+    model_config, train_config, corpus, tmp_path, rows_of, weights_of
+):
+    train(model_config, train_config, corpus, tmp_path / "straight")
+    out = tmp_path / "full"
+    configs = [json.dumps(dataclasses.asdict(config)) for config in (model_config, train_config)]
+    script = [sys.executable, "-c", FULL_FROM_STEP_6_ON, *configs, corpus.folder, out]
+    said = subprocess.run(script, capture_output=True, text=True, check=True).stdout
+    assert said.startswith("cannot write"), said
+    assert "what was there before is whole" in said
+    assert open_checkpoint(out / "checkpoints" / "step-00000004").step == 4
+    assert open_checkpoint(out / "best").step == 6
+    assert [path.name for path in (out / "checkpoints").iterdir()] == ["step-00000004"]
+    train(model_config, train_config, corpus, out)
+    assert torch.equal(weights_of(out), weights_of(tmp_path / "straight"))
+    assert rows_of(out) == rows_of(tmp_path / "straight")
+
+
 def disk_that_is_full_after_one_checkpoint():
     saved = []
 

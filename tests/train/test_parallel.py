@@ -19,6 +19,7 @@ from clockhand.data.loader import IGNORE_INDEX, Batch
 from clockhand.errors import ClockhandError
 from clockhand.interop.hf import load_model
 from clockhand.model.transformer import Transformer
+from clockhand.train.bad_step import parameter_norms, replay
 from clockhand.train.config import TrainConfig
 from clockhand.train.log import read_log
 from clockhand.train.loop import Trainer, train
@@ -159,6 +160,32 @@ def test_accumulation_and_unequal_lengths_are_the_same_across_ranks(
     # One row a micro-batch: one of the two ranks has nothing, and must neither hang nor weigh anything.
     for rows in (1, 2, 4):
         assert on_ranks(lambda ranks: same(update(rows, ranks)), mode=mode) == [True, True]  # noqa: B023
+
+
+@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
+def test_a_step_that_went_wrong_is_skipped_by_all_ranks_and_kept_once_with_whole_weights(
+    mode, plain, train_config, corpus, tmp_path, on_ranks
+):
+    config = dataclasses.replace(train_config, keep_best=False)
+
+    def spoiled(ranks: Ranks):
+        trainer = Trainer(plain, config, corpus, tmp_path / "run", Reporter(), ranks)
+        trainer.update()  # so that Adam remembers
+        trainer.step += 1
+        with torch.no_grad():
+            trainer.model.blocks[1].mlp_norm.weight.fill_(torch.nan)
+        return trainer.update()["train/skipped"]
+
+    assert on_ranks(spoiled, mode=mode) == [True, True]
+    (file,) = (tmp_path / "run" / "bad-steps").iterdir()
+    found = replay(file)
+    assert found.first == "blocks.1.mlp_norm"
+    norms = found.record["parameters"]["blocks.0.mlp.up_proj.weight"]
+    alone = Trainer(plain, config, corpus, tmp_path / "alone", Reporter())
+    alone.update()
+    expected = parameter_norms(alone.model, alone.optimizer)["blocks.0.mlp.up_proj.weight"]
+    assert norms["weight"] == pytest.approx(expected["weight"], rel=1e-3)
+    assert norms["usual_gradient"] == pytest.approx(expected["usual_gradient"], rel=1e-3)
 
 
 def test_gradients_are_exchanged_once_a_step(plain, train_config, corpus, tmp_path, on_ranks):
