@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from clockhand.errors import ClockhandError
-from clockhand.train import settle
+from clockhand.train import loop, settle
 from clockhand.train.loop import train
 from clockhand.train.progress import Reporter
 from clockhand.train.prove import first_difference, lines_of, prove_resume
@@ -61,6 +61,22 @@ def test_what_auto_was_for_a_run_that_died_before_its_first_checkpoint_it_stays(
     monkeypatch.setattr(settle, "WORTH_BF16", math.inf)
     train(model_config, config, corpus, tmp_path / "run")
     assert json.loads((tmp_path / "run" / "config.json").read_text())["train"]["dtype"] == "bfloat16"
+
+
+def test_control_dropout_of_another_seed_after_a_kill_is_found_at_the_first_step_it_touches(
+    model_config, train_config, corpus, tmp_path, monkeypatch
+):
+    class Dies(Reporter):
+        def row(self, row) -> None:
+            if row["step"] == 6:
+                raise KeyboardInterrupt
+
+    train(model_config, train_config, corpus, tmp_path / "straight")
+    with pytest.raises(KeyboardInterrupt):
+        train(model_config, train_config, corpus, tmp_path / "killed", Dies())
+    monkeypatch.setattr(loop, "step_seed", lambda seed, step, rank=0: 5)
+    train(model_config, train_config, corpus, tmp_path / "killed")
+    assert first_difference(tmp_path / "straight", tmp_path / "killed").startswith("log, step 4: train/loss is ")
 
 
 def test_the_first_difference_of_two_runs_is_named(model_config, train_config, corpus, tmp_path):
