@@ -28,19 +28,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from clockhand.config import ModelConfig
 from clockhand.count import total_parameters
-from clockhand.data.loader import Batch
 from clockhand.errors import ClockhandError
 from clockhand.model.transformer import Transformer
-from clockhand.train.compiled import compile_blocks
 from clockhand.train.config import TrainConfig
 from clockhand.train.loss import LOGITS_AT_ONCE
-from clockhand.train.optim import clip_gradients, make_optimizer
-from clockhand.train.parallel import Ranks
-from clockhand.train.recompute import recomputing
+from clockhand.train.trial import Trial
 
 FP32 = 4
 ADAMW_BYTES = 2 * FP32
@@ -205,36 +201,10 @@ def _kept(network: Transformer, rows: int, config: TrainConfig) -> int:
 
 def _trial(model: ModelConfig, config: TrainConfig, blocks: int) -> tuple[float, float, float]:
     """Median seconds of forward and backward of a micro-batch, of the update, and of a forward alone."""
-    network, loss_of = Ranks().build(
-        dataclasses.replace(model, n_layers=blocks), config.seed, config.dtype, torch.device("cpu")
-    )
-    if config.compile == "on":
-        network.run_block = compile_blocks(network)
-    if config.checkpoint_activations:
-        network.run_block = recomputing(network.run_block)
-    optimizer = make_optimizer(network, config)
-    ids = torch.randint(model.vocab_size, (config.batch_size, config.seq_len))
-    batch = Batch(ids, ids, documents=None)
-
-    def micro() -> None:
-        total, balance = loss_of(batch)
-        (total / ids.numel() + balance).backward()
-
-    def update() -> None:
-        clip_gradients(network.parameters(), config.clip_norm)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    times = [
-        [_seconds(micro), _seconds(update), _seconds(lambda: _read(loss_of, batch))] for _ in range(TRIAL_STEPS + 1)
-    ]
+    trial = Trial(dataclasses.replace(model, n_layers=blocks), config)
+    times = [[_seconds(trial.micro), _seconds(trial.update), _seconds(trial.read)] for _ in range(TRIAL_STEPS + 1)]
     first, second, third = (statistics.median(each) for each in zip(*times[1:]))  # the first has warmed up
     return first, second, third
-
-
-@torch.no_grad()
-def _read(loss_of: nn.Module, batch: Batch) -> None:
-    loss_of(batch)
 
 
 def _seconds(work: Callable[[], object]) -> float:
