@@ -41,9 +41,9 @@ from clockhand.train.trial import Trial
 FP32 = 4
 ADAMW_BYTES = 2 * FP32
 """Mean of the gradient and of its square, for each weight."""
-LOGIT_BYTES = 4 * FP32
-"""Of each logit in a chunk: the logit, its log-probability, the slope, and the slope as the products take it."""
-OVERHEAD_BYTES, OVERHEAD_SHARE = 55_000_000, 0.12
+LOGIT_BYTES = 10
+"""Of each logit in a chunk: its log-probability, then the slope in the same place, and one or the other in bf16."""
+OVERHEAD_BYTES, OVERHEAD_SHARE = 20_000_000, 0.18
 TRIAL_BLOCKS, TRIAL_STEPS = 3, 3
 
 
@@ -58,6 +58,8 @@ class Memory:
     logits: int
     block: int
     """Activations of the one block whose gradient is being taken, and their gradients."""
+    recomputing: bool
+    """Whether a block is run again when its gradient is due, with the inputs of all blocks before it still there."""
     accumulating: bool
     """Whether gradients of earlier micro-batches are there during the loss."""
 
@@ -65,8 +67,10 @@ class Memory:
     def tensors(self) -> int:
         """The largest sum of tensors that are there at one moment."""
         kept = self.weights + self.optimizer
-        loss = self.activations + self.logits + (self.gradients if self.accumulating else 0)
-        return kept + max(loss, self.gradients + self.block)
+        earlier = self.gradients if self.accumulating else 0
+        loss = earlier + self.activations + self.logits
+        first_block = earlier + self.activations + 2 * self.block if self.recomputing else 0
+        return kept + max(loss, first_block, self.gradients + self.block)
 
     @property
     def overhead(self) -> int:
@@ -101,6 +105,7 @@ def forecast_memory(model: ModelConfig, config: TrainConfig, batch_size: int | N
         activations=whole + 2 * stream,  # and what the final norm reads and gives
         logits=_loss_bytes(model, tokens),
         block=block,
+        recomputing=config.checkpoint_activations,
         accumulating=config.accumulate > 1,
     )
 
@@ -141,7 +146,7 @@ def plan_json(model: ModelConfig, config: TrainConfig, speed: Speed) -> dict[str
     memory = forecast_memory(model, config)
     return {
         "parameters": total_parameters(model),
-        "memory": {name: value for name, value in asdict(memory).items() if name != "accumulating"}
+        "memory": {name: value for name, value in asdict(memory).items() if type(value) is int}
         | {"overhead": memory.overhead, "peak": memory.peak},
         "tokens": config.steps * config.tokens_per_step,
         "tokens_per_step": config.tokens_per_step,
