@@ -31,6 +31,8 @@ def recipe(steps: int, seed: int) -> TrainConfig:
         seed=seed,
         batch_size=8,
         seq_len=128,
+        dtype="float32",  # and not compiled: alike on every machine, and nothing to wait for
+        compile="off",
         learning_rate=3e-3,
         warmup_steps=min(100, steps // 10),
         eval_every=max(steps // 8, 1),

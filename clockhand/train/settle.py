@@ -25,7 +25,8 @@ SETTLED = ("dtype", "compile")
 WORTH_BF16 = 1.5
 """How much faster bf16 products must be: what is rounded to bf16 and back costs time as well."""
 NARROW = 256
-"""Models below this d_model stay in fp32: their steps are not made of products, and bf16 saves a tenth (LOG.md)."""
+"""Models below this d_model stay in fp32 unless compiled. Their steps are made of conversions as much as of products:
+at a width of 128 bf16 saves nothing uncompiled, and compiled 40 % of a step (LOG.md)."""
 COMPILING = 20.0
 """Seconds that compiling a block takes, forward and backward, on a machine that has never done it (LOG.md)."""
 SAVED_BY_COMPILING = 0.25
@@ -54,20 +55,21 @@ def settle(
     if "auto" not in (config.dtype, config.compile):
         return config
     speed = {dtype: matmul_flops(getattr(torch, dtype), device) for dtype in ("float32", "bfloat16")}
-    if config.dtype == "auto":
-        faster = speed["bfloat16"] / speed["float32"]
-        dtype = "bfloat16" if faster >= WORTH_BF16 and model.d_model >= NARROW else "float32"
-        if dtype == "bfloat16":
-            note(f"dtype = bfloat16: its products are {faster:.1f} × as fast as those of fp32 here")
-        config = dataclasses.replace(config, dtype=dtype)
+    gain = speed["bfloat16"] / speed["float32"]
     if config.compile == "auto":
         rows = config.batch_size * config.accumulate
         flops = training_flops(model, config.seq_len) * rows * config.steps
-        seconds = flops / speed[config.dtype] / ACHIEVED
+        dtype = config.dtype if config.dtype != "auto" else "bfloat16" if gain >= WORTH_BF16 else "float32"
+        seconds = flops / speed[dtype] / ACHIEVED
         worth = can_compile(device) and mode != "fsdp" and seconds * SAVED_BY_COMPILING > 2 * COMPILING
         if worth:
             note(f"compile = on: costs about {COMPILING:.0f} s once in a run of some {seconds / 60:.0f} minutes")
         config = dataclasses.replace(config, compile="on" if worth else "off")
+    if config.dtype == "auto":
+        worth = gain >= WORTH_BF16 and (model.d_model >= NARROW or config.compile == "on")
+        if worth:
+            note(f"dtype = bfloat16: its products are {gain:.1f} × as fast as those of fp32 here")
+        config = dataclasses.replace(config, dtype="bfloat16" if worth else "float32")
     return config
 
 

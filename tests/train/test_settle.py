@@ -30,9 +30,11 @@ def test_bf16_is_chosen_where_its_products_are_much_faster_and_only_there(monkey
     assert settle(TrainConfig(), MINI, CPU).dtype == "float32"
 
 
-def test_a_narrow_model_stays_in_fp32_on_every_machine(monkeypatch):
+def test_a_narrow_model_stays_in_fp32_unless_it_is_compiled(monkeypatch):
     machine(monkeypatch, 2e11, 8e11)
-    assert settle(TrainConfig(), dataclasses.replace(MINI, d_model=128), CPU).dtype == "float32"
+    narrow = dataclasses.replace(MINI, d_model=128)
+    assert settle(TrainConfig(compile="off"), narrow, CPU).dtype == "float32"
+    assert settle(TrainConfig(compile="on"), narrow, CPU).dtype == "bfloat16"
 
 
 def test_a_run_is_compiled_if_it_is_long_enough_to_repay_that(monkeypatch):
