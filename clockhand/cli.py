@@ -106,6 +106,10 @@ Json = Annotated[bool, typer.Option("--json", help="Print the answer as JSON.")]
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="A model folder, or a run folder (its final model).")]
 Folder = Annotated[Path, typer.Argument(metavar="FOLDER", help="A corpus folder.")]
 Seed = Annotated[int, typer.Option(help="Repeats the same draws.")]
+Precision = Annotated[
+    str | None,
+    typer.Option(help="Read the weights as fp32 | bf16 | int8 | int4.", show_default="as they are stored"),
+]
 Settings = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="FIELD=VALUE", help="Change any field of the model. Repeat for more."),
@@ -512,6 +516,7 @@ def generate(
     ] = None,
     n: Annotated[int, typer.Option("--n", help="Completions of each prompt, with the seeds seed, seed + 1, ...")] = 1,
     seed: Seed = 0,
+    precision: Precision = None,
     rope_scaling: Annotated[
         str | None,
         typer.Option(help="Stretch the context: linear | ntk | dynamic | yarn | llama3; or none, as it was trained."),
@@ -549,7 +554,7 @@ def generate(
         needed = "without --json, --prompts-file, --n and --explain"
         raise ClockhandError(f"--speculate and --draft need one prompt that streams, {needed}")
     prompts = read_prompts(prompt, prompts_file)
-    network, tokenizer, stop_ids = load(model)
+    network, tokenizer, stop_ids = load(model, precision)
     network = stretched(network, rope_scaling, rope_factor, inference_rope_scaling, trained_seq_len(model))
     if stop_id:
         own = [tokenizer.eos_id] if stop_ids is None and tokenizer.eos_id is not None else stop_ids or ()
@@ -633,12 +638,21 @@ def evaluate(
             show_default="all but llama3",
         ),
     ] = None,
+    precision: Precision = None,
+    against: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PRECISION|MODEL",
+            help="Compare all predictions with those in another precision, or another model's.",
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Loss in nats per token, perplexity and bits per byte of a model on text."""
     from clockhand.data.corpora import Report
     from clockhand.data.shards import is_corpus
-    from clockhand.train.evaluate import evaluate_sources, reading_length
+    from clockhand.infer.quantize import compare
+    from clockhand.train.evaluate import batches_of_sources, evaluate_sources, reading_length
     from clockhand.train.run_folder import trained_seq_len
 
     if windows is not None and windows < 1:
@@ -650,7 +664,9 @@ def evaluate(
     if rope_scaling is not None and not against_length:
         raise ClockhandError(f"--rope-scaling {rope_scaling} has no effect without --against-length")
     refuse_own_files([data], "--data ")
-    network, tokenizer, _ = load(model)
+    if against is not None and against_length:
+        raise ClockhandError(f"--against {against} has no effect with --against-length")
+    network, tokenizer, _ = load(model, precision)
     report = Report()
     if seq_len is None:
         seq_len = trained_seq_len(model)
@@ -658,6 +674,12 @@ def evaluate(
         # Here memory is no reason for less than what the config declares: it is the length that is left.
         trained = reading_length(network.config, network.config.max_seq_len if seq_len is None else seq_len)
         answer = losses_against_length(network, tokenizer, data, text_field, trained, rope_scaling, windows, report)
+    elif against is not None:
+        seq_len = reading_length(network.config, seq_len)
+        batches = batches_of_sources(
+            network.config, tokenizer, data, text_field or "text", windows or 1024, seq_len, report
+        )
+        answer = vars(compare(network, other_model(model, against, tokenizer), batches)) | {"seq_len": seq_len}
     else:
         seq_len = reading_length(network.config, seq_len)
         result = evaluate_sources(
@@ -671,6 +693,11 @@ def evaluate(
         print_json(answer)
     elif against_length:
         print_lengths(answer)
+    elif against is not None:
+        print(
+            f"KL {answer['kl']:.2e} nats per token from {against}, perplexity {answer['perplexity']:.3f} against "
+            f"{answer['perplexity_against']:.3f} ({answer['tokens']:,} tokens, windows of {seq_len:,} tokens)"
+        )
     else:
         print(
             f"loss {result.loss:.4f} nats per token, perplexity {result.perplexity:.2f}, "
@@ -720,6 +747,19 @@ def export(
     for note in made.notes:
         say(f"note: {note}")
     print(f"{made.path}: {made.format}")
+
+
+@app.command()
+def quantize(
+    model: Model,
+    precision: Annotated[str, typer.Option(help="int8 | int4")],
+    out: Annotated[Path, typer.Option(help="The model folder to make.")],
+) -> None:
+    """Write a model with its weights packed, a quarter or an eighth of the size, for clockhand alone to read."""
+    from clockhand.interop.formats import quantize_model
+
+    made = quantize_model(model, precision, out)
+    print(f"{made.folder}: {made.bytes / 1e6:,.1f} MB of weights, {made.bytes / made.bytes_before:.0%} of before")
 
 
 @app.command()
@@ -845,13 +885,35 @@ def lab(
 # ── helpers ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def load(name: str) -> "tuple[Transformer, Tokenizer, tuple[int, ...] | None]":
-    """The model of a model or run folder, its tokenizer, and the end tokens it declares (None: the tokenizer's own)."""
+def load(name: str, precision: str | None = None) -> "tuple[Transformer, Tokenizer, tuple[int, ...] | None]":
+    """The model of a model or run folder, its tokenizer, and the end tokens it declares (None: the tokenizer's own).
+
+    Its matrices are packed in `precision`; None leaves them as they are stored.
+    """
     from clockhand.data.tokenizer import Tokenizer
     from clockhand.interop.hf import end_ids, find_model_folder, load_model
 
     folder = find_model_folder(name)
-    return load_model(folder), Tokenizer.load(folder), end_ids(folder) or None
+    network = load_model(folder)
+    if precision is not None:
+        from clockhand.model.packed import packed
+
+        network = packed(network, precision)
+    return network, Tokenizer.load(folder), end_ids(folder) or None
+
+
+def other_model(model: str, against: str, tokenizer: "Tokenizer") -> "Transformer":
+    """What `eval --against` means: the same model in a precision, or another of the same tokenizer."""
+    from clockhand.model.packed import PRECISIONS
+
+    if against in PRECISIONS:
+        return load(model, against)[0]
+    if not Path(against).exists():
+        raise unknown_name("precision or model", against, PRECISIONS, "--against")
+    other, words, _ = load(against)
+    if words.fingerprint != tokenizer.fingerprint:
+        raise ClockhandError(f"--against {against} has another tokenizer: their predictions cannot be compared")
+    return other
 
 
 def speculated(

@@ -139,6 +139,25 @@ def test_training_goes_from_text_to_a_model_that_writes(run, trained, notes):
     assert json.loads(out)["seq_len"] == 32, "what the run was trained with, though the model could read 64"
 
 
+def test_weights_are_read_in_the_precision_asked_for_or_packed_once_for_all(run, trained, notes, tmp_path):
+    asked = ("--prompt", "Once", "--max-new-tokens", "12", "--temperature", "1")
+    on_loading = run("generate", trained, "--precision", "int8", *asked)
+    made = run("quantize", trained, "--precision", "int8", "--out", tmp_path / "int8")
+    assert "MB of weights" in made[1]
+    assert run("generate", tmp_path / "int8", *asked) == on_loading
+    told = {}
+    for precision, against in [("int8", "fp32"), ("int4", "fp32"), ("int8", tmp_path / "int8")]:
+        flags = ("--data", notes, "--precision", precision, "--against", against, "--json")
+        told[precision, str(against)] = json.loads(run("eval", trained, *flags)[1])
+    assert 0 < told["int8", "fp32"]["kl"] < told["int4", "fp32"]["kl"]
+    assert told["int8", str(tmp_path / "int8")]["kl"] == 0
+    alone = json.loads(run("eval", trained, "--data", notes, "--precision", "int4", "--json")[1])
+    assert told["int4", "fp32"]["perplexity"] == pytest.approx(alone["perplexity"], rel=1e-5)
+    assert_refused(run("eval", trained, "--data", notes, "--against", "fp23"), "unknown precision or model 'fp23'")
+    assert_refused(run("generate", trained, "--prompt", "x", "--precision", "fp8"), "unknown precision 'fp8'")
+    assert_refused(run("export", tmp_path / "int8", "--out", tmp_path / "x.gguf"), "its weights are packed as int8")
+
+
 def test_speculation_writes_the_same_greedy_text_and_says_how_often_it_guessed_right(run, trained):
     greedy = ("generate", trained, "--prompt", "Note the", "--max-new-tokens", 30, "--temperature", 0)
     code, out, _ = run(*greedy)

@@ -24,7 +24,9 @@ import math
 import os
 import shutil
 import sys
+import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -39,10 +41,10 @@ from torch import Tensor, nn
 from clockhand.config import ModelConfig
 from clockhand.disk import new_file
 from clockhand.errors import ClockhandError
-from clockhand.infer.quantize import GROUP, Matrix, check_precision, pack, unpack
 from clockhand.model.attention import Attention
 from clockhand.model.mlp import SwiGLU
 from clockhand.model.moe import MixtureOfExperts, route
+from clockhand.model.packed import GROUP, Matrix, Packed, check_precision, pack, precision_of, unpack
 from clockhand.model.rope import rotate, rotation
 from clockhand.model.transformer import Transformer
 
@@ -69,24 +71,30 @@ def stack_weights(model: Transformer, precision: str) -> Weights:
     blocks: list[Any] = list(model.blocks)
     weights: Weights = {}
 
-    def matrix(name: str, parts: list[Tensor]) -> None:
-        packed = pack(torch.stack(parts), precision) if len(parts) > 1 else pack(parts[0][None], precision)
-        weights[name], weights[name + ".scale"] = packed.data, packed.scale
+    def kept(module: Any) -> Matrix:
+        return module.matrix if isinstance(module, Packed) else pack(module.weight, precision)
+
+    def matrix(name: str, parts: list[Matrix]) -> None:
+        stacked = _joined(parts, torch.stack)
+        weights[name], weights[name + ".scale"] = stacked.data, stacked.scale
 
     def vector(name: str, parts: list[Tensor | None]) -> None:
         if all(part is not None for part in parts):
             weights[name] = torch.stack([part.detach().float() for part in parts if part is not None])
 
-    def projections(attention: Attention) -> list[nn.Linear]:
+    def projections(attention: Attention) -> list[Any]:
         return [attention.q_proj, attention.k_proj, attention.v_proj]
+
+    def beside(modules: list[Any]) -> Matrix:
+        return _joined([kept(each) for each in modules], torch.cat)
 
     attentions: list[Attention] = [block.attention for block in blocks]
 
-    matrix("embedding", [model.token_embedding.weight])
+    matrix("embedding", [kept(model.token_embedding)])
     if not config.tie_embeddings:
-        matrix("head", [model.lm_head.weight])
-    matrix("qkv", [torch.cat([part.weight for part in projections(each)]) for each in attentions])
-    matrix("o", [each.o_proj.weight for each in attentions])
+        matrix("head", [kept(model.lm_head)])
+    matrix("qkv", [beside(projections(each)) for each in attentions])
+    matrix("o", [kept(each.o_proj) for each in attentions])
     if config.attention_bias != "none":
         vector("qkv.bias", [torch.cat([part.bias for part in projections(each)]) for each in attentions])
     vector("o.bias", [each.o_proj.bias for each in attentions])
@@ -103,17 +111,16 @@ def stack_weights(model: Transformer, precision: str) -> Weights:
         vector(name + ".bias", [getattr(module, "bias", None) for module in modules])
 
     # The MLPs of a layer, one or E: (L, F or 2F, D), or (L, E, F or 2F, D).
-    rising: list[Tensor] = []
+    rising: list[Matrix] = []
     rising_bias: list[Tensor | None] = []
-    falling: list[Tensor] = []
+    falling: list[Matrix] = []
     falling_bias: list[Tensor | None] = []
     for block in blocks:
         mlps: list[Any] = list(block.mlp.experts) if isinstance(block.mlp, MixtureOfExperts) else [block.mlp]
         ups = [[mlp.gate_proj, mlp.up_proj] if isinstance(mlp, SwiGLU) else [mlp.up_proj] for mlp in mlps]
-        up = torch.stack([torch.cat([each.weight for each in parts]) for parts in ups])
-        down = torch.stack([mlp.down_proj.weight for mlp in mlps])
-        rising.append(up if config.is_moe else up[0])
-        falling.append(down if config.is_moe else down[0])
+        up, down = [beside(parts) for parts in ups], [kept(mlp.down_proj) for mlp in mlps]
+        rising.append(_joined(up, torch.stack) if config.is_moe else up[0])
+        falling.append(_joined(down, torch.stack) if config.is_moe else down[0])
         if config.mlp_bias:
             up_bias = torch.stack([torch.cat([each.bias for each in parts]) for parts in ups])
             down_bias = torch.stack([mlp.down_proj.bias for mlp in mlps])
@@ -129,9 +136,39 @@ def stack_weights(model: Transformer, precision: str) -> Weights:
     return weights
 
 
+def _joined(parts: list[Matrix], join: Callable[[list[Tensor]], Tensor]) -> Matrix:
+    scales = [part.scale for part in parts]
+    return Matrix(join([part.data for part in parts]), join(scales) if scales[0].numel() else scales[0])
+
+
 def matrix_of(weights: Weights, name: str, layer: int = 0) -> Matrix:
     scale = weights[name + ".scale"]
     return Matrix(weights[name][layer], scale[layer] if scale.numel() else scale)
+
+
+_kept: "weakref.WeakKeyDictionary[Transformer, dict[str, Weights]]" = weakref.WeakKeyDictionary()
+_keeping = threading.Lock()
+
+
+def keep_weights(model: Transformer) -> None:
+    """A promise that the weights of `model` change no more: from now on all its decoders share one copy of them."""
+    with _keeping:
+        _kept.setdefault(model, {})
+
+
+def _weights(model: Transformer, precision: str) -> Weights:
+    with _keeping:
+        kept = _kept.get(model)
+        if kept is None:
+            return stack_weights(model, precision)
+        if precision not in kept:
+            kept[precision] = stack_weights(model, precision)
+        return kept[precision]
+
+
+def _tensors(model: Transformer) -> Iterator[Tensor]:
+    yield from model.parameters()
+    yield from model.buffers()
 
 
 # ---- one block, for both ways ----
@@ -346,12 +383,12 @@ def compiler() -> str | None:
     return next((found for name in names if name and (found := shutil.which(name))), None)
 
 
-def step_key(config: ModelConfig, precision: str) -> str:
+def step_key(config: ModelConfig, precision: str, cache_dtype: torch.dtype) -> str:
     """Names everything the compiled step depends on: this code, the architecture, torch, the CPU, the threads."""
     parts = [
         _source(),
         repr(config),
-        precision,
+        f"{precision} {cache_dtype}",
         torch.__version__,
         repr(sorted((name, str(value)) for name, value in torch.cpu.get_capabilities().items())),
         str(torch.get_num_threads()),
@@ -362,17 +399,17 @@ def step_key(config: ModelConfig, precision: str) -> str:
 @cache
 def _source() -> str:
     """The code of everything that ends up in the graph."""
-    parts: tuple[Any, ...] = (stack_weights, matrix_of, block, dense, norm, biased, stored, hidden_norm, head_of, embed)
-    parts += (product_with_one, Step, remember, attend_one, _compile, unpack, rotate)
+    parts: tuple[Any, ...] = (stack_weights, _joined, matrix_of, block, dense, norm, biased, stored, hidden_norm)
+    parts += (head_of, embed, product_with_one, Step, remember, attend_one, _compile, unpack, rotate)
     return f"{SLOTS} {GROUP}" + "".join(inspect.getsource(part) for part in parts)
 
 
-def is_compiled(config: ModelConfig, precision: str) -> bool:
-    return _package(config, precision).is_file()
+def is_compiled(config: ModelConfig, precision: str, cache_dtype: torch.dtype = torch.float32) -> bool:
+    return _package(config, precision, cache_dtype).is_file()
 
 
-def _package(config: ModelConfig, precision: str) -> Path:
-    return cache_folder() / f"step-{step_key(config, precision)}.pt2"
+def _package(config: ModelConfig, precision: str, cache_dtype: torch.dtype) -> Path:
+    return cache_folder() / f"step-{step_key(config, precision, cache_dtype)}.pt2"
 
 
 def compile_seconds(config: ModelConfig) -> float:
@@ -391,30 +428,34 @@ def is_worth_compiling(config: ModelConfig, weight_bytes: int, new_tokens: int) 
 
 
 def decoder_for(model: nn.Module, reach: int, new_tokens: int) -> "Decoder | None":
-    """A decoder in fp32 where it is the faster way to `new_tokens` of one text, else None: the plain route.
+    """An exact decoder in the model's precision where it is the faster way to `new_tokens` of one text, else None.
 
-    It is where the compiled step lies in the cache folder, or where so many tokens repay compiling it.
+    It is where the compiled step lies in the cache folder, or where so many tokens repay compiling it. Then as without
+    it activations and cache are fp32, so that no text depends on what lies in a cache folder.
     """
     if not isinstance(model, Transformer):
         return None
-    weight, config = model.token_embedding.weight, model.config
-    if weight.device.type != "cpu" or weight.dtype != torch.float32 or new_tokens < 2:
+    config, precision = model.config, precision_of(model)
+    plain = precision != "fp32" or model.token_embedding.weight.dtype == torch.float32
+    if next(_tensors(model)).device.type != "cpu" or not plain or new_tokens < 2:
         return None
-    if not is_compiled(config, "fp32"):
-        if not is_worth_compiling(config, sum(each.nbytes for each in model.parameters()), new_tokens):
+    if not is_compiled(config, precision):
+        if not is_worth_compiling(config, sum(each.nbytes for each in _tensors(model)), new_tokens):
             return None
         if compiler() is None:
             print("note: no C++ compiler (g++, or CXX): text is generated the plain, slower way", file=sys.stderr)
             return None
-    return Decoder(model, "fp32", reach)
+    return Decoder(model, reach=reach, exact=True)
 
 
-def compiled(config: ModelConfig, precision: str, inputs: tuple[Any, ...]) -> Callable[[list[Tensor]], list[Tensor]]:
+def compiled(
+    config: ModelConfig, precision: str, cache_dtype: torch.dtype, inputs: tuple[Any, ...]
+) -> Callable[[list[Tensor]], list[Tensor]]:
     """The step as a function of its flat inputs, out of the cache folder, or compiled into it.
 
     `inputs` are an example. Raises `ClockhandError` where it has to be compiled and no C++ compiler is found.
     """
-    package = _package(config, precision)
+    package = _package(config, precision, cache_dtype)
     if not package.is_file():
         if compiler() is None:
             raise ClockhandError("compiling the decode step needs a C++ compiler (g++, or the one named in CXX)")
@@ -486,14 +527,26 @@ class DecoderInfo:
 class Decoder:
     """One text on its way through a model: its cache, and the two ways to go on. Not for two threads at once."""
 
-    def __init__(self, model: Transformer, precision: str = "fp32", reach: int | None = None, compile: bool = True):
-        """Copies the weights of `model` in `precision` (see `quantize.py`).
+    def __init__(
+        self,
+        model: Transformer,
+        precision: str | None = None,
+        reach: int | None = None,
+        compile: bool = True,
+        exact: bool = False,
+    ) -> None:
+        """Copies the weights of `model` in `precision` (default: its own), unless they are kept (`keep_weights`).
 
         `reach` (default: the model's max_seq_len) is the most tokens the text may have, and what `dynamic` RoPE scaling
-        adapts to. Without `compile` the step runs as it is written, slowly. Raises `ClockhandError` for a precision
+        adapts to. Without `compile` the step runs as it is written, slowly. Below fp32 the prompt is read and the cache
+        kept in bf16; `exact` leaves both in fp32, as the plain model has them. Raises `ClockhandError` for a precision
         that the model cannot have, and where a step must be compiled and there is no C++ compiler.
         """
+        own = precision_of(model)
+        precision = own if precision is None else precision
         check_precision(precision)
+        if own not in ("fp32", precision):
+            raise ClockhandError(f"the weights are {own} already and cannot become {precision}")
         self.config, self.precision = model.config, precision
         config = model.config
         self.reach = config.max_seq_len if reach is None else reach
@@ -502,10 +555,10 @@ class Decoder:
         self.length = 0
         """Tokens held."""
         with torch.no_grad():
-            self.weights = stack_weights(model, precision)
+            self.weights = _weights(model, precision)
             table = model.position_embedding
             self._learned = None if table is None else table.weight.detach().float()
-        low = precision != "fp32"
+        low = precision != "fp32" and not exact
         self.cache_dtype = torch.bfloat16 if low else torch.float32
         self.read_dtype = torch.bfloat16 if low and torch.ops.mkldnn._is_mkldnn_bf16_supported() else torch.float32
         self._turned: list[Tensor] = []
@@ -520,9 +573,10 @@ class Decoder:
         self._views: list[Tensor] = []
         self._reserve(4 * SLOTS)
         self._run: Callable[[list[Tensor]], list[Tensor]] | None = None
-        started, known = time.perf_counter(), is_compiled(config, precision)
+        started, known = time.perf_counter(), is_compiled(config, precision, self.cache_dtype)
         if compile:
-            self._run = compiled(config, precision, self._inputs(torch.zeros(1, dtype=torch.int64), 0, 4))
+            example = self._inputs(torch.zeros(1, dtype=torch.int64), 0, 4)
+            self._run = compiled(config, precision, self.cache_dtype, example)
         seconds = 0.0 if known or not compile else time.perf_counter() - started
         self.info = DecoderInfo(precision, self._bytes_read(), seconds)
 

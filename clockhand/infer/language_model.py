@@ -21,14 +21,16 @@ from typing import Any, overload
 import torch
 
 from clockhand.config import ModelConfig, field_names
+from clockhand.count import total_parameters
 from clockhand.data.tokenizer import Tokenizer
 from clockhand.errors import ClockhandError, unknown_name
+from clockhand.infer.decode import keep_weights
 from clockhand.infer.generate import Options, generate_text, prompt_ids, stream
 from clockhand.infer.logprobs import TokenLogprob, token_logprobs
-from clockhand.infer.quantize import check_precision, rounded
 from clockhand.infer.settings import Sampling
 from clockhand.infer.stretch import stretched
 from clockhand.interop.hf import end_ids, find_model_folder, load_model
+from clockhand.model.packed import check_precision, packed, precision_of
 from clockhand.model.transformer import Transformer
 from clockhand.presets import PRESETS, VOCAB_FROM_TOKENIZER, build
 
@@ -73,11 +75,12 @@ class LanguageModel:
 
     def __init__(self, model: Transformer, tokenizer: Tokenizer, stop_ids: Sequence[int] | None = None) -> None:
         """`stop_ids` end a text; None means the tokenizer's end token. The model is set to evaluation, and must stay
-        so while threads share it."""
+        so while threads share it; its weights must change no more, since decoders copy them once."""
         if tokenizer.vocab_size > model.config.vocab_size:
             sizes = f"{tokenizer.vocab_size} ids, more than vocab_size = {model.config.vocab_size}"
             raise ClockhandError(f"the tokenizer has {sizes} of the model")
         self.model = model.eval()
+        keep_weights(self.model)
         self.tokenizer = tokenizer
         self.stop_ids = stop_ids
 
@@ -86,8 +89,9 @@ class LanguageModel:
         return self.model.config
 
     def __repr__(self) -> str:
-        parameters = sum(parameter.numel() for parameter in self.model.parameters())
-        weights = str(self.model.token_embedding.weight.dtype).removeprefix("torch.")
+        parameters = total_parameters(self.config)
+        own = precision_of(self.model)
+        weights = str(self.model.token_embedding.weight.dtype).removeprefix("torch.") if own == "fp32" else own
         return f"<LanguageModel: {parameters:,} parameters in {weights}, {self.tokenizer.vocab_size:,} ids>"
 
     @overload
@@ -185,34 +189,32 @@ def load(
 ) -> LanguageModel:
     """The model of a model or run folder; or of a preset, untrained, which writes noise but has every shape and cost.
 
-    `precision` is fp32, bf16, int8 or int4 (default: as they are stored); the last two hold the rounded weights as fp32
-    numbers, which shows what rounding costs in quality and saves no memory (`decode.Decoder` does). `tokenizer` is one,
-    or where it is (default: the folder's own; for a preset that of bytes, whose 261 ids the preset must have). A
-    preset's weights are drawn with `seed` (default 0), and its vocabulary is its own, or the tokenizer's where it
-    states none. A preset goes before a folder of its name. The rope settings are those of `stretch.stretched`, starting
-    from the length a run was trained with.
+    `precision` is what the matrices are kept in, fp32, bf16, int8 or int4 (default: everything as it is stored; a
+    folder that `clockhand quantize` made has its own). `tokenizer` is one, or where it is (default: the folder's own;
+    for a preset that of bytes, whose 261 ids the preset must have). A preset's weights are drawn with `seed` (default
+    0), and its vocabulary is its own, or the tokenizer's where it states none. A preset goes before a folder of its
+    name. The rope settings are those of `stretch.stretched`, starting from the length a run was trained with.
     """
     if precision is not None:
         check_precision(precision)
-    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}.get(precision or "")
     found = tokenizer if isinstance(tokenizer, Tokenizer) or tokenizer is None else Tokenizer.load(tokenizer)
     stop_ids, trained = None, None
     if str(path_or_preset) in PRESETS:
         found = found or Tokenizer.train([], kind="byte")
-        model = _untrained(str(path_or_preset), found, seed or 0).to(dtype or torch.float32)
+        model = _untrained(str(path_or_preset), found, seed or 0)
     else:
         from clockhand.train.run_folder import trained_seq_len
 
         if seed is not None:
             raise ClockhandError(f"seed = {seed} has no effect on a saved model; give it to generate")
         folder = _folder(path_or_preset)
-        model = load_model(folder, dtype)
+        model = load_model(folder)
         if found is None:
             found, stop_ids = Tokenizer.load(folder), end_ids(folder) or None
         trained = trained_seq_len(path_or_preset)
-    if precision in ("int8", "int4"):
-        model = rounded(model, precision)
     model = stretched(model, rope_scaling, rope_factor, inference_rope_scaling, trained)
+    if precision is not None:
+        model = packed(model, precision)
     return LanguageModel(model, found, stop_ids)
 
 

@@ -12,7 +12,8 @@ from typing import Any
 from clockhand.config import CHOICES, ROPE_SCALING_FIELDS, ModelConfig
 from clockhand.errors import ClockhandError, unknown_name
 from clockhand.interop.minimind import INFERENCE_ROPE_SCALING
-from clockhand.model.transformer import Transformer, without_weights
+from clockhand.model.packed import precision_of, with_weights, without_packed_weights
+from clockhand.model.transformer import Transformer
 
 
 def stretched(
@@ -31,11 +32,8 @@ def stretched(
     if rope_scaling is None and rope_factor is None and not inference_rope_scaling:
         return model
     config = stretched_config(model.config, rope_scaling, rope_factor, inference_rope_scaling, trained)
-    other = without_weights(config)
-    other.load_state_dict(model.state_dict(), assign=True)
-    if config.tie_embeddings:
-        other.lm_head.weight = other.token_embedding.weight
-    return other.train(model.training)
+    other = without_packed_weights(config, precision_of(model))
+    return with_weights(other, model.state_dict()).train(model.training)
 
 
 def stretched_config(

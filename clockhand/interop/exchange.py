@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from clockhand.config import ModelConfig
 from clockhand.errors import ClockhandError
-from clockhand.model.transformer import Transformer
+from clockhand.model.transformer import Transformer, without_weights
 
 MOST_PARTS = 50_000
 """Layers times experts. Twice what the largest published model has; modules without weights need memory too."""
@@ -28,8 +28,7 @@ def assemble(
     """
     refuse_countless(config, source)
     try:
-        with torch.device("meta"):  # no memory, and no time spent on initial values that are thrown away
-            model = Transformer(config)
+        model = without_weights(config)
     except (RuntimeError, TypeError, OverflowError):
         raise ClockhandError(f"{source} asks for tensors larger than there can be") from None
     for name, parameter in list(model.named_parameters()):

@@ -16,6 +16,8 @@ import torch
 from clockhand.data.tokenizer import Tokenizer
 from clockhand.errors import ClockhandError, unknown_name
 from clockhand.interop import gguf, gguf_file, hf, llama2c, minimind, names
+from clockhand.interop.folders import weight_files
+from clockhand.model.packed import packed
 from clockhand.model.transformer import Transformer
 
 EXPORTS = ("hf", "gguf", "llama2c")
@@ -80,6 +82,7 @@ def read(source: Path, tokenizer: Path | None = None) -> Found:
     words: Tokenizer | None = None
     if format == "hf":
         source = hf.find_model_folder(source)
+        _refuse_packed(source)
         model = hf.load_model(source)
         words = Tokenizer.load(source) if (source / "tokenizer.json").is_file() else None
     elif format == "gguf":
@@ -128,6 +131,7 @@ def export_model(model: str | Path, format: str, out: str | Path, dtype: str | N
     folder, path = hf.find_model_folder(model), Path(out)
     if format != "hf" and path.is_dir():
         raise ClockhandError(f"'{path}' is a folder, but {format} is one file: name it in --out")
+    _refuse_packed(folder)
     loaded = hf.load_model(folder)
     words = Tokenizer.load(folder) if (folder / "tokenizer.json").is_file() else None
     if dtype is None:
@@ -140,6 +144,46 @@ def export_model(model: str | Path, format: str, out: str | Path, dtype: str | N
     else:
         notes = _export_hf(loaded, folder, words is not None, path, dtype)
     return Exported(format, path, notes)
+
+
+def _refuse_packed(folder: Path) -> None:
+    precision = hf.stored_precision(folder)
+    if precision is not None:
+        raise ClockhandError(
+            f"'{folder}' cannot be exported: its weights are packed as {precision}, which only clockhand reads"
+        )
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """What `quantize_model` did."""
+
+    folder: Path
+    bytes: int
+    """Of the weights in it."""
+    bytes_before: int
+
+
+def quantize_model(model: str | Path, precision: str, out: str | Path) -> Quantized:
+    """Makes the model folder `out` of the model or run folder `model`, its weights packed as int8 or int4.
+
+    Raises `ClockhandError` for another precision, for widths that int4's groups do not divide, and for a model that is
+    packed already.
+    """
+    if precision not in hf.STORED_PRECISIONS:
+        hint = "; --format hf --dtype bf16 of 'clockhand export' halves a model" if precision == "bf16" else ""
+        raise ClockhandError(f"--precision {precision} must be {' or '.join(hf.STORED_PRECISIONS)}{hint}")
+    folder = hf.find_model_folder(model)
+    if (own := hf.stored_precision(folder)) is not None:
+        raise ClockhandError(f"'{folder}' is packed as {own} already: quantize the model that it was made of")
+    tokenizer = folder if (folder / "tokenizer.json").is_file() else None
+    card = f"Packed as {precision} by clockhand from {folder.name}."
+    hf.save_model(packed(hf.load_model(folder), precision), out, tokenizer_files_from=tokenizer, card=card)
+    return Quantized(Path(out), _weight_bytes(Path(out)), _weight_bytes(folder))
+
+
+def _weight_bytes(folder: Path) -> int:
+    return sum(file.stat().st_size for file in weight_files(folder))
 
 
 def _export_llama2c(model: Transformer, tokenizer: Tokenizer | None, path: Path, dtype: str) -> list[str]:

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from clockhand.config import ModelConfig
 from clockhand.disk import new_folder
-from clockhand.errors import ClockhandError
+from clockhand.errors import ClockhandError, unknown_name
 from clockhand.interop import folders, names
 from clockhand.interop.folders import find_model_folder
 
@@ -40,6 +40,8 @@ __all__ = ["end_ids", "find_model_folder", "load_model", "read_config", "save_mo
 
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 """Types of stored numbers that are read and written: safetensors' word and torch's."""
+STORED_PRECISIONS = ("int8", "int4")
+"""Packed weights that a folder may hold; in fp32, bf16 and fp16 it is one of Hugging Face's."""
 _ID_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -73,6 +75,12 @@ def load_model(folder: str | Path, dtype: "torch.dtype | None" = None) -> "Trans
 
     folder = Path(folder)
     config = read_config(folder)
+    precision = stored_precision(folder)
+    if precision is not None:
+        if dtype is not None:
+            wanted_type = str(dtype).removeprefix("torch.")
+            raise ClockhandError(f"'{folder}' holds {precision} weights, which cannot be read as {wanted_type}")
+        return _load_packed(folder, config, precision)
     with _opened(folder, config) as stored:
         model = _without_weights(folder, config, stored)
         wanted = {_name_there(config, name): (name, tuple(each.shape)) for name, each in model.state_dict().items()}
@@ -96,6 +104,47 @@ def load_model(folder: str | Path, dtype: "torch.dtype | None" = None) -> "Trans
     if config.tie_embeddings:
         model.lm_head.weight = model.token_embedding.weight
     return model.eval()
+
+
+def stored_precision(folder: str | Path) -> str | None:
+    """int8 or int4, where the weights of a folder lie packed; None for all other folders."""
+    file = Path(folder) / folders.CONFIG
+    precision = folders.read_json(file).get(names.WEIGHTS_KEY)
+    if precision is not None and precision not in STORED_PRECISIONS:
+        raise unknown_name(names.WEIGHTS_KEY, str(precision), STORED_PRECISIONS, str(file))
+    return precision
+
+
+def _load_packed(folder: Path, config: ModelConfig, precision: str) -> "Transformer":
+    """The model of a folder with packed weights, which are called and shaped there as in memory."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    from clockhand.model.packed import with_weights, without_packed_weights
+
+    weights: dict[str, Tensor] = {}
+    for file in folders.weight_files(folder):
+        try:
+            weights |= load_file(file)
+        except (SafetensorError, OSError) as error:
+            raise folders.unreadable(file, error) from None
+    _refuse_countless(folder, config, len(weights))
+    model = without_packed_weights(config, precision)
+    wanted = {name: each for name, each in model.state_dict().items() if not _is_tied(config, name)}
+    stored = {
+        name: _Stored(tuple(each.shape), str(each.dtype).removeprefix("torch."), lambda each=each: each)  # type: ignore[misc]
+        for name, each in weights.items()
+    }
+    _check_names_and_shapes(folder, {name: (name, tuple(each.shape)) for name, each in wanted.items()}, stored)
+    for name, each in wanted.items():
+        if weights[name].dtype != each.dtype:
+            types = f"{weights[name].dtype} where {precision} means {each.dtype}".replace("torch.", "")
+            raise ClockhandError(f"'{folder}': {name} is of type {types}")
+    return with_weights(model, weights)
+
+
+def _is_tied(config: ModelConfig, name: str) -> bool:
+    return config.tie_embeddings and name.startswith("lm_head.")
 
 
 @dataclass(frozen=True)
@@ -161,14 +210,18 @@ def _without_weights(folder: Path, config: ModelConfig, stored: dict[str, _Store
     """The model with shapes but no storage. Raises `ClockhandError` for a size that no file could back."""
     from clockhand.model.transformer import without_weights
 
-    parts = config.n_layers * max(config.n_experts, 1)
-    if parts > len(stored):  # a billion layers would fill the memory even without weights
-        asked = f"n_layers = {config.n_layers}" + (f" with n_experts = {config.n_experts}" if config.is_moe else "")
-        raise ClockhandError(f"'{folder}': its config says {asked}, but only {len(stored)} tensors are stored")
+    _refuse_countless(folder, config, len(stored))
     try:
         return without_weights(config)
     except (RuntimeError, TypeError, OverflowError):
         raise ClockhandError(f"'{folder}': its config asks for tensors larger than there can be") from None
+
+
+def _refuse_countless(folder: Path, config: ModelConfig, tensors: int) -> None:
+    parts = config.n_layers * max(config.n_experts, 1)
+    if parts > tensors:  # a billion layers would fill the memory even without weights
+        asked = f"n_layers = {config.n_layers}" + (f" with n_experts = {config.n_experts}" if config.is_moe else "")
+        raise ClockhandError(f"'{folder}': its config says {asked}, but only {tensors} tensors are stored")
 
 
 def _check_names_and_shapes(
@@ -219,16 +272,25 @@ def save_model(
     what that declares for generation. `dtype` (default: as the model is) is fp32, bf16 or fp16. `generation` adds to
     generation_config.json, where `eos_token_id` may be several. `card` is text for the README. Weights of more
     than `shard_bytes` go into several files with an index. An older model in that place is replaced, a folder with
-    anything else in it is refused; when something fails, nothing has changed.
+    anything else in it is refused; when something fails, nothing has changed. A packed model (int8, int4) is written
+    as it lies in memory, for `load_model` alone to read.
     """
+    from clockhand.model.packed import precision_of
+
     folder = Path(folder)
+    precision = precision_of(model)
+    is_packed = precision != "fp32"
+    if is_packed and (precision not in STORED_PRECISIONS or dtype is not None):
+        raise ClockhandError(
+            f"a model packed as {precision} is saved as it is, and only as {' or '.join(STORED_PRECISIONS)}"
+        )
     if tokenizer is not None and tokenizer.vocab_size > model.config.vocab_size:
         raise ClockhandError(
             f"the tokenizer has {tokenizer.vocab_size} ids, more than vocab_size = {model.config.vocab_size}"
         )
-    weights = _weights(model, dtype)
+    weights = _packed_weights(model) if is_packed else _weights(model, dtype)
     kinds = sorted({str(weight.dtype).removeprefix("torch.") for weight in weights.values()})
-    if any(kind not in DTYPES.values() for kind in kinds):
+    if not is_packed and any(kind not in DTYPES.values() for kind in kinds):
         raise ClockhandError(f"dtype {' and '.join(kinds)} must be one of {', '.join(DTYPES.values())}")
     kind = kinds[0] if len(kinds) == 1 else "float32"
     folders.refuse_foreign(folder)
@@ -242,9 +304,12 @@ def save_model(
             ids = (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id)
             said |= {key: id for key, id in zip(_ID_KEYS, ids) if id is not None}
         said |= generation or {}
-        config = names.to_hugging_face(model.config)
+        config = names.own_words(model.config) if is_packed else names.to_hugging_face(model.config)
         config |= {key: said.get(key) for key in _ID_KEYS}
-        config |= dict.fromkeys(("dtype", "torch_dtype"), kind)  # the second is what older readers look for
+        if is_packed:
+            config[names.WEIGHTS_KEY] = precision
+        else:
+            config |= dict.fromkeys(("dtype", "torch_dtype"), kind)  # the second is what older readers look for
         _write_json(unfinished / folders.CONFIG, config)
         _write_json(unfinished / folders.GENERATION, said)
         (unfinished / folders.CARD).write_text(_card(model, card), encoding="utf-8")
@@ -285,6 +350,14 @@ def _weights(model: "Transformer", dtype: "torch.dtype | None") -> "dict[str, Te
     return weights
 
 
+def _packed_weights(model: "Transformer") -> "dict[str, Tensor]":
+    return {
+        name: each.detach().cpu().contiguous()
+        for name, each in model.state_dict().items()
+        if not _is_tied(model.config, name)
+    }
+
+
 def _name_there(config: ModelConfig, name: str) -> str:
     return name if names.family_for(config) is None else names.hugging_face_tensor(name)
 
@@ -321,12 +394,17 @@ def _write_json(file: Path, content: Mapping[str, Any]) -> None:
 
 def _card(model: "Transformer", text: str) -> str:
     """The README of a model folder, with the header Hugging Face reads."""
+    from clockhand.count import total_parameters
+    from clockhand.model.packed import precision_of
+
     config, family = model.config, names.family_for(model.config)
-    total = sum(parameter.numel() for parameter in model.parameters())
+    total, precision = total_parameters(config), precision_of(model)
     heads = f"{config.n_heads} query and {config.n_kv_heads} KV heads of {config.head_dim}"
     experts = f" × {config.n_experts} experts, {config.n_experts_per_token} a token" if config.is_moe else ""
     how = "    clockhand generate path/to/this/folder"
-    if family is None:
+    if precision != "fp32":
+        library, opens = "clockhand", f"Only clockhand opens it: its weights are packed as {precision}."
+    elif family is None:
         library, opens = "clockhand", f"Only clockhand opens it: {names.export_obstacle(config)}."
     else:
         library = "transformers"

@@ -25,6 +25,8 @@ from clockhand.errors import ClockhandError, unknown_name
 
 OWN_KEY = "clockhand"
 """The model_type of what only we can say, and the key of what a family's words would lose."""
+WEIGHTS_KEY = "weights"
+"""Beside it: the precision of weights that are stored packed, which only we can read."""
 OWN_ARCHITECTURE = "ClockhandForCausalLM"
 
 
@@ -262,16 +264,17 @@ def to_hugging_face(config: ModelConfig) -> dict[str, Any]:
     """
     family = family_for(config)
     if family is None:
-        return {
-            "architectures": [OWN_ARCHITECTURE],
-            "model_type": OWN_KEY,
-            OWN_KEY: dataclasses.asdict(config),
-        }
+        return own_words(config)
     said = _family_words(config, family)
     # The plain reading of these words shows what they lose.
     heard = _read_family(said, family, "what clockhand wrote")
     lost = {name: getattr(config, name) for name in field_names(ModelConfig) if heard[name] != getattr(config, name)}
     return {**said, OWN_KEY: lost} if lost else said
+
+
+def own_words(config: ModelConfig) -> dict[str, Any]:
+    """The architecture as only we say and read it."""
+    return {"architectures": [OWN_ARCHITECTURE], "model_type": OWN_KEY, OWN_KEY: dataclasses.asdict(config)}
 
 
 def _family_words(config: ModelConfig, family: Family) -> dict[str, Any]:
@@ -318,7 +321,7 @@ def from_hugging_face(raw: Mapping[str, Any], source: str) -> ModelConfig:
         raise ClockhandError(f"'{OWN_KEY}' in {source} must be an object, not {own!r}")
     model_type = raw.get("model_type")
     if model_type == OWN_KEY:
-        _refuse_unread(raw, {OWN_KEY}, source)
+        _refuse_unread(raw, {OWN_KEY, WEIGHTS_KEY}, source)
         return from_dict(ModelConfig, own, source)
     family = next((family for family in FAMILIES if family.model_type == model_type), None)
     if family is None:

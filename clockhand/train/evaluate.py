@@ -138,11 +138,25 @@ def evaluate_sources(
     Windows have `reading_length` tokens. What was odd in the files is noted in `report`. Raises `ClockhandError` for a
     corpus of another tokenizer.
     """
-    if not is_corpus(source):
-        return evaluate_texts(model, tokenizer, read_documents([source], text_field, report), seq_len)
-    seq_len = reading_length(model.config, seq_len)
-    windows = ValidationWindows(corpus_of(source, tokenizer), rows_at_once(seq_len), seq_len, max_windows)
-    return evaluate(model, windows, tokenizer.token_bytes)
+    batches = batches_of_sources(model.config, tokenizer, source, text_field, max_windows, seq_len, report)
+    return evaluate(model, batches, tokenizer.token_bytes)
+
+
+def batches_of_sources(
+    config: ModelConfig,
+    tokenizer: Tokenizer,
+    source: str,
+    text_field: str = "text",
+    max_windows: int | None = None,
+    seq_len: int | None = None,
+    report: Report | None = None,
+) -> Iterable[Batch]:
+    """The windows that `evaluate_sources` reads."""
+    seq_len = reading_length(config, seq_len)
+    if is_corpus(source):
+        return ValidationWindows(corpus_of(source, tokenizer), rows_at_once(seq_len), seq_len, max_windows)
+    windows = _windows_of(tokenizer, read_documents([source], text_field, report), seq_len)
+    return _batches_of(windows, rows_at_once(seq_len))
 
 
 def corpus_of(folder: str, tokenizer: Tokenizer) -> Corpus:

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from clockhand.config import ModelConfig
 from clockhand.data.loader import IGNORE_INDEX, Batch
 from clockhand.errors import ClockhandError
-from clockhand.model.transformer import Transformer, draw_parameter
+from clockhand.model.transformer import Transformer, draw_parameter, without_weights
 from clockhand.train.config import TrainConfig
 from clockhand.train.loss import batch_loss
 
@@ -76,8 +76,7 @@ class Ranks:
         The model begins without storage and is drawn one parameter at a time, so that no rank ever holds more than its
         share and one whole matrix.
         """
-        with torch.device("meta"):
-            model = Transformer(config)
+        model = without_weights(config)
         loss_of: nn.Module = LossOf(model, dtype)
         if self.mode == "fsdp":
             from torch.distributed.device_mesh import init_device_mesh
@@ -155,8 +154,7 @@ class Ranks:
             return model
         copy = None
         if self.leads:
-            with torch.device("meta"):
-                copy = Transformer(model.config)
+            copy = without_weights(model.config)
             copy.to_empty(device="cpu")
             copy.tie()
         places = dict(copy.named_parameters()) if copy is not None else {}

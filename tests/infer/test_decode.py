@@ -8,9 +8,10 @@ from clockhand.errors import ClockhandError
 from clockhand.infer import decode
 from clockhand.infer.decode import Decoder
 from clockhand.infer.generate import generate
-from clockhand.infer.quantize import PRECISIONS, rounded
+from clockhand.infer.quantize import rounded
 from clockhand.infer.settings import Sampling
 from clockhand.model.cache import KVCache
+from clockhand.model.packed import PRECISIONS, packed
 from clockhand.model.transformer import Transformer
 
 SMALL = dict(vocab_size=37, d_model=32, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, d_ff=64, max_seq_len=80)
@@ -134,6 +135,16 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(reach):
     assert decoder.length == 3
 
 
+def test_decoders_of_a_kept_model_share_one_copy_and_others_see_every_change():
+    kept, free = make_model(), make_model()
+    decode.keep_weights(kept)
+    assert Decoder(kept, compile=False).weights is Decoder(kept, compile=False).weights
+    Decoder(free, compile=False)
+    with torch.no_grad():
+        free.final_norm.weight.mul_(2)
+    assert torch.equal(Decoder(free, compile=False).weights["final_norm"][0], free.final_norm.weight)
+
+
 def test_only_the_weights_of_the_chosen_experts_count_as_read():
     dense = Decoder(make_model(), compile=False).info.weight_bytes
     moe = Decoder(make_model(n_experts=4, n_experts_per_token=1), compile=False).info.weight_bytes
@@ -182,13 +193,17 @@ def test_the_compiled_step_equals_the_plain_model_for_every_kind(kind, monkeypat
 
 
 @pytest.mark.skipif(decode.compiler() is None, reason="needs a C++ compiler")
-def test_generate_takes_the_compiled_step_where_it_lies_ready_and_draws_the_same(monkeypatch, tmp_path):
+@pytest.mark.parametrize(
+    "precision",
+    [each if each in ("fp32", "int8") else pytest.param(each, marks=pytest.mark.slow) for each in PRECISIONS],
+)
+def test_generate_takes_the_compiled_step_where_it_lies_ready_and_draws_the_same(precision, monkeypatch, tmp_path):
     monkeypatch.setenv("CLOCKHAND_CACHE", str(tmp_path))
-    model = make_model(n_layers=1)
+    model = packed(make_model(n_layers=1), precision)
     lively = Sampling(temperature=1.2, top_p=0.95)
     plain = generate(model, [[1, 2, 3]], lively, max_new_tokens=50)
     assert decode.decoder_for(model, 53, 50) is None
-    Decoder(model)
+    Decoder(model, exact=True)
     assert decode.decoder_for(model, 53, 50) is not None
     assert generate(model, [[1, 2, 3]], lively, max_new_tokens=50) == plain
 

@@ -97,7 +97,8 @@ def test_threads_get_the_texts_they_would_get_alone(lm):
 def test_weights_are_kept_as_they_are_asked_for(folder):
     assert clockhand.load(folder).model.lm_head.weight.dtype == torch.float32
     lm = clockhand.load(folder, precision="bf16")
-    assert lm.model.lm_head.weight.dtype == torch.bfloat16
+    assert lm.model.lm_head.data.dtype == torch.bfloat16
+    assert clockhand.load(folder, precision="int4").model.lm_head.data.dtype == torch.uint8
     assert lm.generate("the", max_new_tokens=3).finish_reason == "length"
     exact, rough = clockhand.load(folder).logprobs("the"), clockhand.load(folder, precision="int8").logprobs("the")
     assert [each.logprob for each in rough] == pytest.approx([each.logprob for each in exact], abs=0.5)

@@ -4,8 +4,10 @@ import pytest
 import torch
 
 from clockhand.config import ModelConfig
+from clockhand.data.loader import Batch
 from clockhand.errors import ClockhandError
-from clockhand.infer.quantize import compare, pack, rounded, unpack
+from clockhand.infer.quantize import compare, rounded
+from clockhand.model.packed import pack, packed, unpack
 from clockhand.model.transformer import Transformer
 
 WEIGHT = torch.randn(6, 64, generator=torch.Generator().manual_seed(0))
@@ -51,12 +53,18 @@ def small_model():
 
 
 def test_the_price_is_nothing_for_fp32_and_rises_as_bits_fall():
-    rows = [torch.randint(0, 64, (40,), generator=torch.Generator().manual_seed(1)).tolist()]
-    prices = [compare(small_model(), precision, rows) for precision in ("fp32", "bf16", "int8", "int4")]
+    ids = torch.randint(0, 64, (1, 40), generator=torch.Generator().manual_seed(1))
+    targets = ids.roll(-1)
+    targets[0, -1] = -100
+    batch, model = Batch(ids, targets, documents=None), small_model()
+    prices = [compare(packed(model, precision), model, [batch]) for precision in ("fp32", "bf16", "int8", "int4")]
     assert prices[0].kl == 0
-    assert prices[0].perplexity == prices[0].perplexity_fp32
+    assert prices[0].perplexity == prices[0].perplexity_against
     assert 0 < prices[1].kl < prices[2].kl < prices[3].kl
     assert prices[0].tokens == 39
+    with torch.no_grad():
+        whole = torch.nn.functional.cross_entropy(model(ids).logits[0], targets[0])
+    assert prices[3].perplexity_against == pytest.approx(float(whole.exp()), rel=1e-5)
 
 
 def test_rounding_leaves_the_model_it_was_given_alone_and_keeps_weights_tied():
