@@ -345,6 +345,11 @@ def train(
             "--out": out,
             "--set": settings,
             "--tokenizer": tokenizer or None,
+            "--preset": preset if preset != "tiny" else None,
+            "--kind": kind,
+            "--vocab-size": vocab_size,
+            "--text-field": text_field,
+            "--val-fraction": val_fraction,
         }
         typed = {f"--{name.replace('_', '-')}": value for name, value in fields.items()}
         refuse_idle({**flags, **typed}, "with --replay, whose file says everything")

@@ -216,7 +216,11 @@ def test_a_step_that_went_wrong_is_run_again_and_the_layer_named(run, notes, tmp
     assert [line.split()[0] for line in lines[-5:]] == [
         "token_embedding", "blocks.0.attention", "blocks.0.mlp", "final_norm", "lm_head"
     ]  # fmt: skip
-    assert_refused(run("train", "--replay", file, "--steps", 5), "--steps 5", "--replay")
+    for flag, value in [
+        *(("--steps", 5), ("--preset", "mini-llama"), ("--kind", "bpe"), ("--vocab-size", 280)),
+        *(("--text-field", "body"), ("--val-fraction", 0.1)),
+    ]:
+        assert_refused(run("train", "--replay", file, flag, value), f"{flag} {value}", "--replay")
     assert_refused(run("train", "--replay", notes / "1.txt"), "1.txt", "no bad step")
 
 

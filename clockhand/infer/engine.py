@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from clockhand.errors import ClockhandError
+from clockhand.infer.logprobs import TokenLogprob, token_logprobs
 from clockhand.infer.runner import ReferenceRunner, Runner
 from clockhand.infer.sampling import next_token_probabilities, sample
 from clockhand.infer.scheduler import Request, Running, Scheduler
@@ -45,6 +46,8 @@ class Event:
     """None while it runs on; in its last event stop: it drew an end token; length: it has max_new_tokens; error."""
     error: str | None = None
     """What was wrong, where the reason is error."""
+    logprob: TokenLogprob | None = None
+    """Where the request asked for logprobs, and an id was drawn."""
 
 
 _Draw = tuple[Tensor, Running, torch.Generator]
@@ -170,6 +173,7 @@ class Engine:
                 for row in plan.rows:
                     self._discard(row.slot)
             raise
+        asked = {index: logits[index].clone() for index, running, _ in draws if running.request.logprobs is not None}
         drawn = self._draw([(logits[index], running, generator) for index, running, generator in draws])
         events = []
         with self._lock:
@@ -178,7 +182,7 @@ class Engine:
                 if isinstance(outcome, str):
                     self._discard(plan.rows[index].slot)
                 if not ended:
-                    events.append(self._hand_back(running, outcome))
+                    events.append(self._hand_back(running, outcome, asked.get(index)))
         return events
 
     def _draw(self, draws: Sequence[_Draw]) -> list[int | str]:
@@ -196,8 +200,11 @@ class Engine:
                 outcomes[running.number] = outcome
         return [outcomes[running.number] for _, running, _ in draws]
 
-    def _hand_back(self, running: Running, outcome: int | str) -> Event:
-        """Takes in the id drawn, or the error, and settles whether it was the last."""
+    def _hand_back(self, running: Running, outcome: int | str, model_logits: Tensor | None) -> Event:
+        """Takes in the id drawn, or the error, and settles whether it was the last.
+
+        `model_logits` (V,) are those before any stage, where logprobs were asked for.
+        """
         request, reason = running.request, None
         if isinstance(outcome, str):
             self._end(running.number)
@@ -209,7 +216,10 @@ class Engine:
             reason = "length"
         if reason is not None:
             self._end(running.number)
-        return Event(running.number, outcome, reason)
+        logprob = None
+        if model_logits is not None:
+            (logprob,) = token_logprobs(model_logits[None], [outcome], request.logprobs or 0, self._known_ids)
+        return Event(running.number, outcome, reason, logprob=logprob)
 
     def _end(self, number: int) -> bool:
         self._scheduler.remove(number)
@@ -243,6 +253,11 @@ class Engine:
             value = getattr(request, name)
             if type(value) is not int or not low <= value <= high:
                 raise ClockhandError(f"{name} = {value!r} must be a whole number between {low} and {high}")
+        told = request.logprobs
+        if told is not None and (type(told) is not int or not 0 <= told <= self._known_ids):
+            raise ClockhandError(
+                f"logprobs = {told!r} must be a whole number from 0 to the {self._known_ids} ids there are"
+            )
         if (reach := len(request.ids) + request.max_new_tokens) > self.max_seq_len:
             raise ClockhandError(
                 f"{len(request.ids)} ids and max_new_tokens = {request.max_new_tokens} make {reach} tokens, more than "

@@ -42,6 +42,8 @@ class Request:
     """End tokens, any of which ends it."""
     seed: int = 0
     """It draws what `generate` draws with this seed."""
+    logprobs: int | None = None
+    """Tell how probable the model itself found each token drawn, and so many of the best. None tells nothing."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ids", tuple(self.ids))

@@ -127,6 +127,23 @@ def test_min_new_tokens_keep_end_tokens_from_being_drawn():
     assert not ends & set(got[held][0][:8])
 
 
+def test_logprobs_are_those_that_generate_tells_and_only_for_who_asked():
+    model = small_model()
+    asked = Request(ids=[1, 2, 3], sampling=LIVELY, max_new_tokens=9, min_new_tokens=3, stop_ids={5}, logprobs=2)
+    [expected] = generate(*(model, [asked.ids], LIVELY), max_new_tokens=9, min_new_tokens=3, stop_ids={5}, logprobs=2)
+    engine = Engine(model, slots=2)
+    number, _ = engine.submit(asked), engine.submit(Request(ids=[4], max_new_tokens=9))
+    events = []
+    while not engine.idle:
+        events += engine.step()
+    told = [event.logprob for event in events if event.request == number]
+    assert [each.id for each in told] == expected.ids
+    for ours, theirs in zip(told, expected.logprobs):
+        assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-4)
+        assert [id for id, _ in ours.top] == [id for id, _ in theirs.top]
+    assert {event.logprob for event in events if event.request != number} == {None}
+
+
 def test_ids_that_the_tokenizer_does_not_know_are_never_drawn():
     engine = Engine(small_model(), known_ids=10)
     engine.submit(Request(ids=[1], max_new_tokens=50))
@@ -237,6 +254,7 @@ REFUSED = {
     "half a token": (dict(max_new_tokens=1.5), "max_new_tokens = 1.5 must be a whole number"),
     "more at least than at most": (dict(max_new_tokens=3, min_new_tokens=4), "min_new_tokens = 4 .* between 0 and 3"),
     "a seed below 0": (dict(seed=-1), "seed = -1 must be"),
+    "logprobs of more ids than there are": (dict(logprobs=65), "logprobs = 65 must be .* from 0 to the 64 ids"),
     "no sampling": (dict(sampling=None), "sampling = None must be of type Sampling"),
     "a bias of no id": (dict(sampling=Sampling(logit_bias={64: 1.0})), "logit_bias of id 64 is outside"),
     "too long": (
