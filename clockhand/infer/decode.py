@@ -52,6 +52,8 @@ SLOTS = 32
 """Slots in a block of the cache: two vectors of 16 fp32 numbers, or one of 32 bf16."""
 QUERIES = 128
 """Queries of a prompt that attend at once."""
+SPARE = 64
+"""Slots that the ring of a sliding window has beyond it: so many tokens can be taken back."""
 CHUNK = 512
 """Tokens of a prompt read at once: enough for matrix products near their peak, and no more memory for longer ones."""
 
@@ -566,7 +568,12 @@ class Decoder:
             positions = torch.arange(self.reach)[None]
             lengths = torch.full((1, 1), self.reach) if config.rope_scaling == "dynamic" else None
             self._turned = [each[0] for each in rotation(config, positions, lengths)]  # each (reach, Dh/2)
-        self._positions = torch.arange(self.reach)
+        self._ring = 0
+        """Slots of the cache, where a sliding window leaves fewer than `reach` to remember; the slot of a position is
+        then its remainder. 0: as many as there are tokens."""
+        if config.sliding_window and (ring := -(-(config.sliding_window + SPARE) // SLOTS) * SLOTS) < self.reach:
+            self._ring = ring
+        self._slots = torch.arange(self.reach) % (self._ring or self.reach)
         self._keys: list[Tensor] = []
         self._values: list[Tensor] = []
         self._seen = torch.empty(0, SLOTS)
@@ -612,7 +619,7 @@ class Decoder:
         self._reserve(position + 1)
         self.length += 1
         self._see(position)
-        blocks = max(2, -(-self.length // SLOTS))
+        blocks = max(2, -(-min(self.length, self._ring or self.length) // SLOTS))
         number = torch.tensor((id,))
         if self._run is None:
             return Step(self.config)(*self._inputs(number, position, blocks))
@@ -620,7 +627,7 @@ class Decoder:
             _, keys, values, seen, *_ = self._inputs(number, position, blocks)
             self._views = [*self.weights.values(), *keys, *values, seen]
         rows = slice(position, self.length)
-        now = [number, self._positions[rows], *(each[rows] for each in self._turned)]
+        now = [number, self._slots[rows], *(each[rows] for each in self._turned)]
         learned = [] if self._learned is None else [self._learned[rows]]
         return self._run([*self._views, *now, *learned])[0]
 
@@ -629,19 +636,31 @@ class Decoder:
         return self.step(ids[0]) if len(ids) == 1 and self.length else self.read(ids)
 
     def truncate(self, length: int) -> None:
-        """Forgets every token at position `length` and beyond."""
+        """Forgets every token at position `length` and beyond.
+
+        Raises `ClockhandError` where a sliding window has let go of what would be seen then: it keeps 64 tokens more.
+        """
         if length < 0:
             raise ClockhandError(f"length = {length} must be 0 or more")
         window = self.config.sliding_window
+        first = max(0, length - window + 1) if window else 0  # that the next token sees
+        if length and self._ring and self.length - first > self._ring:
+            raise ClockhandError(
+                f"length = {length} is too far back: of {self.length} tokens the sliding window has kept {self._ring}"
+            )
         self.length = min(length, self.length)
+        self._see_all()
+
+    def _see_all(self) -> None:
+        window = self.config.sliding_window
         self._seen.fill_(-math.inf)
-        self._seen.view(-1)[max(0, self.length - window + 1) if window else 0 : self.length] = 0
+        self._seen.view(-1)[self._slots[max(0, self.length - window + 1) if window else 0 : self.length]] = 0
 
     def _see(self, position: int) -> None:
         window = self.config.sliding_window
-        self._seen.view(-1)[position] = 0
+        self._seen.view(-1)[self._slots[position]] = 0
         if window and position >= window:
-            self._seen.view(-1)[position - window] = -math.inf
+            self._seen.view(-1)[self._slots[position - window]] = -math.inf
 
     def _inputs(self, id: Tensor, position: int, blocks: int) -> tuple[Any, ...]:
         rows = slice(position, position + 1)
@@ -651,7 +670,7 @@ class Decoder:
             [each[:blocks] for each in self._values],
             self._seen[:blocks],
             id,
-            self._positions[rows],
+            self._slots[rows],
             [each[rows] for each in self._turned],
             [] if self._learned is None else [self._learned[rows]],
         )
@@ -669,11 +688,13 @@ class Decoder:
 
     def _reserve(self, tokens: int) -> None:
         """Room for `tokens`, by doubling. Zeros, since what is not seen is multiplied by 0, and 0 · NaN is NaN."""
-        needed = -(-tokens // SLOTS)
+        needed = -(-min(tokens, self._ring or tokens) // SLOTS)
         held = len(self._seen)
         if needed <= held:
             return
         blocks, config = max(needed, 2 * held), self.config
+        if self._ring:
+            blocks = min(blocks, self._ring // SLOTS)
         for tensors, sides in (
             (self._keys, (config.head_dim, SLOTS)),
             (self._values, (SLOTS, config.head_dim)),
@@ -696,7 +717,6 @@ class Decoder:
         config, weights, dtype = self.config, self.weights, self.read_dtype
         begin, end = self.length, self.length + len(ids)
         self._reserve(end)
-        positions = self._positions[begin:end]
         x = embed(weights, ids, dtype)  # (T, D)
         if self._learned is not None:
             x = x + self._learned[begin:end].to(dtype)
@@ -705,7 +725,14 @@ class Decoder:
             memory = (self._keys[layer], self._values[layer])
 
             def attend(q: Tensor, k: Tensor, v: Tensor, memory: tuple[Tensor, Tensor] = memory) -> Tensor:
-                remember_many(memory, k, v, positions, begin)
+                if self._ring:  # its slots are no longer in order, and hold less than a chunk and a window
+                    before = self._slots[max(0, begin - config.sliding_window + 1) : begin]
+                    past = recall_slots(memory, before, q.dtype)
+                    kept = slice(max(0, len(k) - self._ring), None)
+                    remember(memory, k[kept], v[kept], self._slots[begin:end][kept])
+                    k, v = torch.cat((past[0], k)), torch.cat((past[1], v))
+                    return attend_many(q, k, v, config.sliding_window)
+                remember_many(memory, k, v, self._slots[begin:end], begin)
                 if begin:
                     k, v = recall(memory, end, q.dtype)
                 return attend_many(q, k, v, config.sliding_window)
@@ -713,7 +740,7 @@ class Decoder:
             only_last = last and layer == config.n_layers - 1  # what else would come out, nobody reads
             x = block(config, weights, layer, x, turned, product_with_many, attend, self._mix, only_last)
         self.length = end
-        self.truncate(end)
+        self._see_all()
         return x
 
     def _mix(self, x: Tensor, layer: int) -> Tensor:
@@ -754,6 +781,12 @@ def recall(memory: tuple[Tensor, Tensor], length: int, dtype: torch.dtype) -> tu
     keys = memory[0][:blocks].permute(0, 3, 1, 2)  # (blocks, 32, K, Dh)
     values = memory[1][:blocks].permute(0, 2, 1, 3)
     return keys.flatten(0, 1)[:length].to(dtype), values.flatten(0, 1)[:length].to(dtype)
+
+
+def recall_slots(memory: tuple[Tensor, Tensor], slots: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The keys and values in `slots` (S,), in their order, each (S, K, Dh)."""
+    block, slot = slots // SLOTS, slots % SLOTS
+    return memory[0][block, :, :, slot].to(dtype), memory[1][block, :, slot].to(dtype)
 
 
 def attend_many(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:

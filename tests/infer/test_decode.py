@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 from clockhand.config import ModelConfig
 from clockhand.errors import ClockhandError
@@ -60,14 +61,9 @@ def plain_logits(model, ids, reach=TOKENS):
         return model(torch.tensor([ids]), cache=KVCache(model.config, 1, reach)).logits[0]
 
 
-def exact_decoder(model, precision, **options):
+def exact_decoder(model, precision, reach=TOKENS, **options):
     """A decoder whose activations and cache are fp32, so that only the weights are rounded."""
-    decoder = Decoder(model, precision, reach=TOKENS, **options)
-    decoder.read_dtype = torch.float32
-    decoder._keys = [each.float() for each in decoder._keys]
-    decoder._values = [each.float() for each in decoder._values]
-    decoder.cache_dtype = torch.float32
-    return decoder
+    return Decoder(model, precision, reach, exact=True, **options)
 
 
 def fast_logits(decoder, ids, read):
@@ -109,6 +105,35 @@ def test_a_bf16_cache_and_bf16_reading_stay_close():
     plain = plain_logits(rounded(model, "bf16"), ids)[12:]
     # bf16 rounds to 1 part in 256; through two layers of 0.3-weights that came to 2 % of the spread of the logits.
     assert (fast_logits(decoder, ids, read=13) - plain).std() < 0.06 * plain.std()
+
+
+LONG = dict(sliding_window=40, max_seq_len=600)
+
+
+@pytest.mark.parametrize("read", [1, 90, 300, 590])
+@pytest.mark.parametrize("chunk", [7, 50, 512])
+def test_a_sliding_window_keeps_a_ring_of_the_past_and_nothing_else(read, chunk, monkeypatch):
+    monkeypatch.setattr(decode, "CHUNK", chunk)
+    model = make_model(**LONG, n_layers=2)
+    ids = ids_of(model, 600)
+    decoder = exact_decoder(model, "fp32", reach=600, compile=False)
+    fast = fast_logits(decoder, ids, read)
+    torch.testing.assert_close(fast, plain_logits(model, ids, 600)[read - 1 :], **EXACT)
+    assert {each.shape[0] * decode.SLOTS for each in decoder._keys} == {128}  # 40 + 64, in whole blocks
+
+
+def test_of_a_ring_only_what_it_still_holds_can_be_taken_back():
+    model = make_model(**LONG)
+    ids = ids_of(model, 400)
+    decoder = exact_decoder(model, "fp32", reach=600, compile=False)
+    decoder.read(ids[:300])
+    with pytest.raises(ClockhandError, match=r"length = 200 is too far back: of 300 tokens .* has kept 128"):
+        decoder.truncate(200)
+    decoder.truncate(212)
+    again = torch.stack([decoder.step(id) for id in ids[212:280]])
+    torch.testing.assert_close(again, plain_logits(model, ids, 600)[212:280], **EXACT)
+    decoder.truncate(0)
+    torch.testing.assert_close(decoder.read(ids[:9]), plain_logits(model, ids, 600)[8], **EXACT)
 
 
 def test_a_text_cut_short_goes_on_as_if_the_rest_had_never_been():
@@ -171,7 +196,11 @@ def test_one_graph_is_compiled_for_all_lengths_and_the_next_decoder_loads_it(mon
 
     monkeypatch.setattr(decode, "_compile", never)
     plain = plain_logits(model, ids)
+    counters.clear()
     torch.testing.assert_close(fast_logits(decoder, ids, read=3), plain[2:], **EXACT)
+    assert not counters["stats"], "torch compiled something as the text grew"
+    torch.compile(torch.sin, backend="eager")(torch.ones(1))  # the control: they do count
+    assert counters["stats"]["unique_graphs"] == 1
     second = Decoder(model, reach=TOKENS)
     assert second.info.compile_seconds == 0
     torch.testing.assert_close(fast_logits(second, ids, read=40), plain[39:], **EXACT)
@@ -185,11 +214,20 @@ def test_the_compiled_step_equals_the_plain_model_for_every_kind(kind, monkeypat
     model = make_model(**KINDS[kind])
     ids = ids_of(model)
     for precision in PRECISIONS if kind == "dense" else ["int8"]:
-        decoder = Decoder(model, precision, reach=TOKENS)
-        reference = Decoder(model, precision, reach=TOKENS, compile=False)
-        # Cache and activations are alike here, so both differ by the order of sums, and by a rounding of the cache.
-        difference = fast_logits(decoder, ids, read=3) - fast_logits(reference, ids, read=3)
-        assert difference.abs().max() < 0.05
+        fast = fast_logits(exact_decoder(model, precision), ids, read=3)
+        torch.testing.assert_close(fast, plain_logits(rounded(model, precision), ids)[2:], **EXACT)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(decode.compiler() is None, reason="needs a C++ compiler")
+@pytest.mark.parametrize("precision", ["bf16", "int8", "int4"])
+def test_the_compiled_step_with_a_cache_in_bf16_equals_the_step_as_it_is_written(precision, monkeypatch, tmp_path):
+    monkeypatch.setenv("CLOCKHAND_CACHE", str(tmp_path))
+    model = make_model()
+    decoder, written = (Decoder(model, precision, TOKENS, compile=compile) for compile in (True, False))
+    # Cache and activations are alike, so both differ by the order of sums, and by a rounding of the cache.
+    difference = fast_logits(decoder, ids_of(model), read=3) - fast_logits(written, ids_of(model), read=3)
+    assert difference.abs().max() < 0.05
 
 
 @pytest.mark.skipif(decode.compiler() is None, reason="needs a C++ compiler")
