@@ -39,6 +39,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from clockhand.config import ModelConfig
+from clockhand.count import total_parameters
 from clockhand.disk import new_file
 from clockhand.errors import ClockhandError
 from clockhand.model.attention import Attention
@@ -415,17 +416,23 @@ def _package(config: ModelConfig, precision: str, cache_dtype: torch.dtype) -> P
 
 
 def compile_seconds(config: ModelConfig) -> float:
-    """About how long `compiled` takes the first time: measured as 8 s and 3 s a layer on one core (LOG.md)."""
-    return 8 + 3 * config.n_layers * (1 if not config.is_moe else config.n_experts_per_token)
+    """About how long `compiled` takes the first time: 16 s for 4 layers and 30 s for 12 on two idle cores (LOG.md).
 
-
-def is_worth_compiling(config: ModelConfig, weight_bytes: int, new_tokens: int) -> bool:
-    """Whether so many tokens repay the compiling.
-
-    Measured (LOG.md): the plain route reads weights at 15 GB/s and spends 0.35 ms a layer beside, the step reads them
-    at 30 GB/s. So it saves 9 ms a token of mini-llama, and pays from about 5,000 tokens on.
+    What k experts of a layer add is a guess: k layers.
     """
-    saved = weight_bytes / 30e9 + 0.35e-3 * config.n_layers
+    return 10 + 1.7 * config.n_layers * (1 if not config.is_moe else config.n_experts_per_token)
+
+
+def is_worth_compiling(config: ModelConfig, weight_bytes: int, new_tokens: int, precision: str = "fp32") -> bool:
+    """Whether so many tokens repay the compiling. `weight_bytes` are those in fp32.
+
+    A line through what the step saves a token of three models (LOG.md): 13.6 ms of mini-llama's 17.9, where this says
+    11.6, so that it pays from some 2,700 tokens on. Below fp32 the plain route unpacks every matrix for every token,
+    which took 21 ms more for int8, 24 for bf16 and 39 for int4.
+    """
+    saved = weight_bytes / 22e9 + 0.42e-3 * config.n_layers
+    if precision != "fp32":
+        saved += weight_bytes / 6.7e9
     return new_tokens * saved > compile_seconds(config)
 
 
@@ -442,7 +449,7 @@ def decoder_for(model: nn.Module, reach: int, new_tokens: int) -> "Decoder | Non
     if next(_tensors(model)).device.type != "cpu" or not plain or new_tokens < 2:
         return None
     if not is_compiled(config, precision):
-        if not is_worth_compiling(config, sum(each.nbytes for each in _tensors(model)), new_tokens):
+        if not is_worth_compiling(config, 4 * total_parameters(config), new_tokens, precision):
             return None
         if compiler() is None:
             print("note: no C++ compiler (g++, or CXX): text is generated the plain, slower way", file=sys.stderr)

@@ -249,4 +249,6 @@ def test_generate_takes_the_compiled_step_where_it_lies_ready_and_draws_the_same
 def test_compiling_is_repaid_by_long_requests_only():
     mini = ModelConfig(vocab_size=4096, d_model=512, n_layers=12, n_heads=8, n_kv_heads=2, d_ff=1408)
     assert not decode.is_worth_compiling(mini, 143_706_112, 256)
+    assert not decode.is_worth_compiling(mini, 143_706_112, 2_000)
+    assert decode.is_worth_compiling(mini, 143_706_112, 2_000, "int8")
     assert decode.is_worth_compiling(mini, 143_706_112, 10_000)
