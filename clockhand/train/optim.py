@@ -13,19 +13,17 @@ from torch import Tensor, nn
 
 from clockhand.errors import ClockhandError
 from clockhand.train.config import TrainConfig
+from clockhand.train.muon import Muon
 from clockhand.train.parallel import gathered, sliced_like
-
-MUON_MOMENTUM = 0.95
 
 
 class MuonWithAdamW:
-    """Muon for the matrices of the blocks, AdamW for embeddings, head, norms and biases (Jordan et al. 2024).
+    """Muon for the matrices of the blocks, AdamW for embeddings, head, norms and biases.
 
-    Muon replaces the momentum of a matrix by the nearest one with all singular values alike, so that no direction of
-    the weights learns faster than another. That has no meaning for a table of rows or a vector.
+    What Muon does to a matrix (`muon.py`) has no meaning for a table of rows or a vector.
     """
 
-    def __init__(self, muon: torch.optim.Muon, adamw: torch.optim.AdamW) -> None:
+    def __init__(self, muon: Muon, adamw: torch.optim.AdamW) -> None:
         self.parts: tuple[torch.optim.Optimizer, ...] = (muon, adamw)
         self.state = muon.state = adamw.state  # one memory: no parameter is in both
 
@@ -52,13 +50,8 @@ def make_optimizer(model: nn.Module, config: TrainConfig) -> Optimizer:
         return _adamw(parameters, config)
     hidden = [p for name, p in model.named_parameters() if name.startswith("blocks.") and p.dim() == 2]
     taken = set(hidden)
-    muon = torch.optim.Muon(
-        hidden,
-        lr=config.learning_rate,
-        weight_decay=config.weight_decay,
-        momentum=MUON_MOMENTUM,
-        adjust_lr_fn="match_rms_adamw",  # updates as long as AdamW's, so that one learning rate suits both
-    )
+    dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
+    muon = Muon(hidden, config.learning_rate, config.weight_decay, dtype)
     return MuonWithAdamW(muon, _adamw([p for p in parameters if p not in taken], config))
 
 
