@@ -808,6 +808,7 @@ def bench(
         str | None,
         typer.Option(help="transformers,llama.cpp or none: who runs beside.", show_default="all that are installed"),
     ] = None,
+    figure: Annotated[Path | None, typer.Option(help="context: draw it into this PNG.")] = None,
     as_json: Json = False,
 ) -> None:
     """Speed beside the peers, in one run of alternating rounds, and the share of what the machine could do."""
@@ -819,7 +820,14 @@ def bench(
     from clockhand.bench.measure import wanted_peers
 
     peers = wanted_peers(peer)
+    if work != "context":
+        refuse_idle({"--figure": figure}, f"with {work}")
     result = import_module(f"clockhand.bench.{work}").run(preset, peers)
+    if figure is not None:
+        from clockhand.bench.context import draw
+
+        draw(result, figure)
+        say(f"figure: {figure}")
     if as_json:
         print_json(result.as_json())
     else:

@@ -1,7 +1,11 @@
 """What a token costs as the text behind it grows, up to 8,192 tokens: the bytes of the cache at the memory's speed?"""
 
+from pathlib import Path
+
 from clockhand.bench.contest import Report, contest, report
 from clockhand.bench.measure import Measured, limits, seconds
+from clockhand.disk import new_file
+from clockhand.errors import ClockhandError
 from clockhand.infer.decode import Decoder
 
 LENGTHS = (64, 1024, 2048, 4096, 8192)
@@ -30,3 +34,28 @@ def run(preset: str, peers: list[str], rounds: int = 3, steps: int = 8) -> Repor
             for length in LENGTHS[1:]
         }
         return report("a decode step against context length", preset, results, bounds, walls)
+
+
+def draw(report: Report, path: Path) -> None:
+    """The report as a picture, a PNG. Raises `ClockhandError` without matplotlib, or when the disk refuses."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ClockhandError(f"no {path}: it needs matplotlib, pip install 'clockhand[lab]'") from None
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    for label, values in (
+        ("measured", {name: each.median for name, each in report.results.items()}),
+        ("what the bytes of the cache allow", report.bounds),
+    ):
+        points = [(int(name.removeprefix("at ").replace(",", "")), value) for name, value in values.items()]
+        axes.plot(*zip(*points), marker="o", label=label)
+    axes.set_title(f"{report.work} · {report.preset}")
+    axes.set_xlabel("tokens behind")
+    axes.set_ylabel("ms a token")
+    axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    with new_file(path) as unfinished:
+        FigureCanvasAgg(figure).print_png(unfinished)

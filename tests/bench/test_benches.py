@@ -43,6 +43,22 @@ def test_a_bench_measures_all_contestants_and_prints_as_text_and_as_json(work, c
     assert json.loads(json.dumps(report.as_json()))["limits"]["read_gb_per_s"] == 10.0
 
 
+def test_the_cost_of_context_is_drawn(tmp_path):
+    pytest.importorskip("matplotlib")
+    ms = [5.0, 6.0, 8.0]
+    results = {f"at {length:,}": measure.Measured((each,), "ms") for length, each in zip((64, 1024, 8192), ms)}
+    bounds = {"at 1,024": 5.2, "at 8,192": 6.0}
+    context.draw(contest.report("context", "any", results, bounds, WALLS), tmp_path / "cost.png")
+    assert (tmp_path / "cost.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_only_the_bench_of_context_draws():
+    from typer.testing import CliRunner
+
+    result = CliRunner().invoke(app, ["bench", "decode", "--peer", "none", "--figure", "x.png"])
+    assert "--figure x.png has no effect with decode" in str(result.exception)
+
+
 def test_a_model_too_short_for_the_work_is_refused(monkeypatch):
     monkeypatch.setattr(contest, "build", lambda preset, **changes: ModelConfig(**{**SMALL, "max_seq_len": 100}))
     with pytest.raises(ClockhandError, match="needs 512 tokens, but any has max_seq_len = 100"):
