@@ -10,7 +10,7 @@ from clockhand.config import ModelConfig
 from clockhand.data.tokenizer import Tokenizer
 from clockhand.errors import ClockhandError
 from clockhand.infer.generate import generate, stream
-from clockhand.infer.sampling import next_token_probabilities
+from clockhand.infer.sampling import draw_numbers, look_up, next_token_probabilities
 from clockhand.infer.settings import GREEDY, PLAIN, Sampling
 from clockhand.infer.speculative import ModelDrafter, NgramDrafter, Payoff, Speculation, speculative_pieces
 from clockhand.model.transformer import Transformer
@@ -140,6 +140,22 @@ class Draws:
     def propose(self, ids, prompt_length, most):
         drawn = torch.multinomial(self.q, most, replacement=True, generator=self.generator).tolist()
         return drawn, self.says.expand(most, -1)
+
+
+def test_a_draft_is_drawn_with_other_numbers_than_it_is_accepted_with_where_both_have_one_seed():
+    """The first 200 draws of a drafter, as positions on its line of probabilities, against the seed's own numbers."""
+    model = small_model(vocab_size=5)
+    drafter = ModelDrafter(model, PLAIN, seed=7)
+    same = ModelDrafter(model, PLAIN, seed=7)
+    own = torch.Generator().manual_seed(7)
+    drawn, again, numbers = [], [], []
+    for _ in range(200):
+        id, q = drafter.propose([1], 1, 1)
+        drawn += id
+        again += same.propose([1], 1, 1)[0]
+        numbers += look_up(q, draw_numbers([own])).tolist()
+    assert drawn == again
+    assert sum(a == b for a, b in zip(drawn, numbers)) < 120  # all 200 with the same numbers, some 40 of 200 by chance
 
 
 @pytest.mark.parametrize("honest", [True, False])
