@@ -73,17 +73,21 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Sum
     """
     device = hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
-    total = _LinearCrossEntropy.apply(hidden.flatten(0, -2), weight, targets.flatten(), dtype)
+    # Asked here: within, no gradients are kept in any case, and a weight wants one even where nobody will take it.
+    learning = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    total = _LinearCrossEntropy.apply(hidden.flatten(0, -2), weight, targets.flatten(), dtype, learning)
     return SummedLoss(total, count_targets(targets))
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, dtype: torch.dtype) -> Tensor:
-        learning = any(ctx.needs_input_grad[:2])
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, dtype: torch.dtype, learning: bool
+    ) -> Tensor:
         wide = torch.promote_types(dtype, torch.float32)
         h, w = hidden.to(dtype), weight.to(dtype)
-        d_hidden, d_weight = torch.empty_like(h), torch.zeros_like(weight, dtype=wide)
+        if learning:
+            d_hidden, d_weight = torch.empty_like(h), torch.zeros_like(weight, dtype=wide)
         total = torch.zeros((), dtype=wide, device=h.device)
         chunk = max(LOGITS_AT_ONCE // len(w), 1)
         for begin in range(0, len(h), chunk):
@@ -98,14 +102,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 slope = torch.where(learned, slope, 0).to(dtype) if not learned.all() else slope.to(dtype)
                 d_hidden[begin:end] = slope @ w
                 d_weight += slope.T @ h[begin:end]
-        ctx.save_for_backward(d_hidden.to(hidden.dtype), d_weight.to(weight.dtype))
+        if learning:
+            ctx.save_for_backward(d_hidden.to(hidden.dtype), d_weight.to(weight.dtype))
         return total
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         d_hidden, d_weight = ctx.saved_tensors
-        return d_hidden * gradients[0].to(d_hidden.dtype), d_weight * gradients[0], None, None
+        return d_hidden * gradients[0].to(d_hidden.dtype), d_weight * gradients[0], None, None, None
 
 
 def batch_loss(model: Transformer, batch: Batch, dtype: str = "float32") -> tuple[SummedLoss, Tensor]:

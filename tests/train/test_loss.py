@@ -131,3 +131,15 @@ def test_at_a_hundred_thousand_ids_a_loss_keeps_no_logits_for_later():
     with torch.autograd.graph.saved_tensors_hooks(lambda t: held.append(t.numel()) or t, lambda t: t):
         linear_cross_entropy(hidden, weight, torch.randint(100_000, (128,)))
     assert sorted(held) == [128 * 4, 100_000 * 4]
+
+
+@pytest.mark.parametrize("reading", [True, False])
+def test_no_gradient_is_computed_where_a_text_is_only_read(monkeypatch, reading):
+    """An evaluation would otherwise make three products for one. The control is a step that learns."""
+    made = []
+    scatter_add = torch.Tensor.scatter_add_
+    monkeypatch.setattr(torch.Tensor, "scatter_add_", lambda *given: made.append(given) or scatter_add(*given))
+    weight = torch.nn.Parameter(torch.randn(11, 4))
+    with torch.set_grad_enabled(not reading):
+        linear_cross_entropy(torch.randn(2, 3, 4), weight, torch.randint(11, (2, 3)))
+    assert bool(made) is not reading
