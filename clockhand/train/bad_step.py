@@ -151,6 +151,8 @@ def lines_of(found: Replay) -> Iterator[str]:
     yield f"again  loss {_number(found.loss)}  gradient norm {_number(found.norm)}"
     if record["ranks"] > 1 and record["model"]["dropout"] > 0:
         yield f"       (it ran on {record['ranks']} ranks, each with dropout of its own; here all rows have one)"
+    if record.get("compile") == "on" and record["model"]["dropout"] > 0:
+        yield "       (it was compiled, with dropout from a generator of the compiler's own; here it is another)"
     yield f"first  {found.first}: {found.how}" if found.first else "first  nowhere: run again, all of it is finite"
     yield ""
     yield f"{'layer':<22} {'largest output':>16} {'gradient':>12} {'usually':>12}"

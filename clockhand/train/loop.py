@@ -136,6 +136,7 @@ class Trainer:
         # A run that died before its first checkpoint has settled too, and must not come out otherwise now.
         earlier = checkpoint.state["train"] if checkpoint else run_folder.started_train(self.out)
         config = settle(config, model_config, device, self.ranks.mode, earlier, self.reporter.note)
+        _refuse_rank_misfits(config, self.ranks.mode)  # again: what an earlier process has settled may not go here
         record = self._record(model_config, config)
         if checkpoint is not None:
             run_folder.refuse_changes(self.out, checkpoint.state, record)
@@ -207,8 +208,9 @@ class Trainer:
         on_cpu = next(self.model.parameters()).device.type == "cpu"
         if self.memory_before is None or self.ranks.size > 1 or not on_cpu:
             return
+        peak = plan.peak_resident_bytes()  # now: the forecast runs a block, and takes memory too
         forecast = plan.forecast_memory(self.model.config, self.config)
-        grown = plan.peak_resident_bytes() - self.memory_before + forecast.weights
+        grown = peak - self.memory_before + forecast.weights
         self.reporter.note(f"memory: grew by {grown / 1e9:.2f} GB at most; {forecast.peak / 1e9:.2f} GB were forecast")
 
     def is_due(self, every: int) -> bool:
@@ -275,6 +277,7 @@ class Trainer:
                 "step": self.step,
                 "step_seed": step_seed(self.config.seed, self.step),
                 "dtype": self.config.dtype,
+                "compile": self.config.compile,
                 "ranks": self.ranks.size,
                 "trouble": trouble,
                 "skipped": skipped,

@@ -6,10 +6,13 @@ import json
 import pytest
 import torch
 
+from clockhand.errors import ClockhandError
 from clockhand.presets import build
 from clockhand.train import settle as settling
 from clockhand.train.config import TrainConfig
-from clockhand.train.loop import train
+from clockhand.train.loop import Trainer, train
+from clockhand.train.parallel import Ranks
+from clockhand.train.progress import Reporter
 from clockhand.train.settle import matmul_flops, settle
 
 CPU = torch.device("cpu")
@@ -97,3 +100,13 @@ def test_a_compiled_run_learns_as_the_plain_one_and_resumes_bit_for_bit(
         train(model_config, config, corpus, tmp_path / "broken", StopAt5())
     train(model_config, config, corpus, tmp_path / "broken")
     assert torch.equal(weights_of(tmp_path / "broken"), weights_of(tmp_path / "straight"))
+
+
+def test_a_compiled_run_does_not_go_on_sliced(model_config, train_config, corpus, tmp_path):
+    """That it is compiled stands nowhere in the command: it was settled by the processes before."""
+    out = tmp_path / "run"
+    train(model_config, train_config, corpus, out)
+    for file in (*out.glob("checkpoints/*/training.json"), out / "config.json"):
+        file.write_text(file.read_text().replace('"compile": "off"', '"compile": "on"'))
+    with pytest.raises(ClockhandError, match="compile = 'on' is not possible with parallel = 'fsdp'"):
+        Trainer(model_config, train_config, corpus, out, Reporter(), Ranks(mode="fsdp"))
