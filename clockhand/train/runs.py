@@ -47,7 +47,7 @@ class Run:
 
 def find_runs(root: Path) -> list[Run]:
     """The runs in `root` and in the folders below it, by path."""
-    return [read_run(folder) for folder in sorted(_run_folders(root))]
+    return [read_run(folder) for folder in sorted(_run_folders(root)) if _is_ours(_read_config(folder / CONFIG))]
 
 
 def _run_folders(root: Path) -> Iterator[Path]:
@@ -90,6 +90,12 @@ def _read_config(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError):
         return {}
     return config if isinstance(config, dict) else {}
+
+
+def _is_ours(config: dict[str, Any]) -> bool:
+    """Other programs too keep a config.json beside a log.jsonl."""
+    train = config.get("train")
+    return isinstance(train, dict) and type(train.get("steps")) is int and isinstance(config.get("model"), dict)
 
 
 def _last(rows: list[dict[str, Any]], key: str) -> Any:

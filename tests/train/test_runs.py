@@ -27,6 +27,10 @@ def test_runs_are_found_with_their_progress_losses_and_state(model_config, train
         train(model_config, train_config, corpus, tmp_path / "a", Dies())
     (tmp_path / "else").mkdir()
     (tmp_path / "else" / "config.json").write_text("{}")
+    for number, foreign in enumerate(("[]", '{"train": []}', '{"model": [], "train": {"steps": "many"}}')):
+        (tmp_path / f"foreign-{number}").mkdir()
+        (tmp_path / f"foreign-{number}" / "config.json").write_text(foreign)
+        (tmp_path / f"foreign-{number}" / "log.jsonl").write_text('{"epoch": 1}\n')
     stopped, finished = find_runs(tmp_path)
     assert (stopped.folder, stopped.state, stopped.step, stopped.steps) == (str(tmp_path / "a"), "stopped", 6, 10)
     assert (finished.state, finished.step, finished.tokens) == ("finished", 10, 10 * 2 * 2 * 32)
