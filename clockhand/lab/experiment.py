@@ -36,6 +36,7 @@ BASE: dict[str, Any] = dict(d_model=128, n_layers=4, n_heads=4, n_kv_heads=2, d_
 RECIPE: dict[str, Any] = dict(
     steps=300, batch_size=12, seq_len=128, learning_rate=2e-3, warmup_steps=30, eval_windows=128,
     eval_every=0, save_every=0, sample_every=0, keep_last=1,
+    dtype="float32", compile="off",  # in every run of a comparison alike, and on every machine
 )  # fmt: skip
 """How it is trained: 0.46M characters of Shakespeare, about half a minute on two cores."""
 
