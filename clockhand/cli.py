@@ -325,7 +325,6 @@ def train(
     from clockhand.train.loggers import with_logger
     from clockhand.train.loop import train as run
     from clockhand.train.parallel import joined
-    from clockhand.train.plan import fit_micro_batch
     from clockhand.train.pretrain import corpus_for, model_config_for
     from clockhand.train.progress import make_reporter
     from clockhand.train.run_folder import check_resume
@@ -393,7 +392,8 @@ def train(
         corpus = Corpus.open(ranks.once(corpus_folder))
         model_config = model_config_for(preset, changes, corpus.tokenizer)
         if fit_memory is not None:
-            config = fit_micro_batch(model_config, config, round(fit_memory * 1e9))
+            budget = memory_budget(fit_memory)
+            config = TrainConfig(**ranks.once(lambda: fitted(config, model_config, out, ranks.mode, budget)))
         result = run(model_config, config, corpus, out, reporter, ranks, resume)
     if not ranks.leads:
         return
@@ -429,9 +429,12 @@ def plan(
     label, model_config = inspection.resolve(preset, parse_settings(ModelConfig, settings or []))
     if config.seq_len > model_config.max_seq_len:
         raise ClockhandError(f"seq_len = {config.seq_len} must be at most max_seq_len = {model_config.max_seq_len}")
+    if config.device == "cuda" or config.parallel in ("ddp", "fsdp"):
+        flag = "device = 'cuda'" if config.device == "cuda" else f"parallel = {config.parallel!r}"
+        raise ClockhandError(f"{flag} has no forecast: plan tells what one process on the CPU will need")
+    config = settle(config, model_config, torch.device("cpu"), note=say)  # first: what fits depends on the precision
     if fit_memory is not None:
-        config = fit_micro_batch(model_config, config, round(fit_memory * 1e9))
-    config = settle(config, model_config, torch.device("cpu"), note=say)
+        config = fit_micro_batch(model_config, config, memory_budget(fit_memory))
     found = plan_json(model_config, config, measure_speed(model_config, config))
     if as_json:
         print_json(found | {"batch_size": config.batch_size, "accumulate": config.accumulate})
@@ -1021,6 +1024,8 @@ def print_certificate(
         raise ClockhandError(f"--kills {kills} must be at least 1")
     if "RANK" in os.environ:
         raise ClockhandError("--prove-resume starts its own processes: run it without torchrun")
+    if config.parallel in ("ddp", "fsdp"):
+        raise ClockhandError(f"--parallel {config.parallel} has no effect with --prove-resume, which runs one process")
     with tempfile.TemporaryDirectory(prefix="clockhand-prove-") as folder:
         with corpus_progress() as progress:
             corpus = corpus_for(
@@ -1031,6 +1036,26 @@ def print_certificate(
     print("\n".join(lines_of(certificate)))
     if certificate.difference:
         raise typer.Exit(1)
+
+
+def fitted(config: TrainConfig, model: ModelConfig, out: Path, mode: str, budget: int) -> dict[str, Any]:
+    """`train --fit-memory`: the config that fits, settled first, as what fits depends on the precision."""
+    import torch
+
+    from clockhand.train.plan import fit_micro_batch
+    from clockhand.train.run_folder import started_train
+    from clockhand.train.settle import settle
+
+    kind = "cuda" if torch.cuda.is_available() and config.device != "cpu" else "cpu"
+    settled = settle(config, model, torch.device(kind), mode, started_train(out), say)
+    return dataclasses.asdict(fit_micro_batch(model, settled, budget))
+
+
+def memory_budget(gigabytes: float) -> int:
+    """`--fit-memory` in bytes."""
+    if not 0 < gigabytes < 1e9:
+        raise ClockhandError(f"--fit-memory {gigabytes:g} must be a number of GB above 0")
+    return round(gigabytes * 1e9)
 
 
 def corpus_flags(

@@ -241,7 +241,34 @@ def test_a_resume_certificate_is_printed_and_its_failure_is_an_exit_code(run, no
     assert (difference or "weights    sha256 abab") in out
     assert_refused(run(*command, "--kills", 0), "--kills 0")
     assert_refused(run(*command, "--out", "runs/x"), "--out runs/x has no effect")
+    assert_refused(run(*command, "--parallel", "ddp"), "--parallel ddp has no effect with --prove-resume")
     assert_refused(run(*command[:-1], "--kills", 3), "--kills 3 has no effect without --prove-resume")
+
+
+@pytest.mark.parametrize("flags", [("--device", "cuda"), ("--parallel", "ddp"), ("--fit-memory", "nan")])
+def test_what_a_plan_cannot_tell_is_refused(run, flags):
+    assert_refused(run("plan", "tiny", *flags), flags[1])
+
+
+def test_a_batch_cut_to_fit_is_cut_for_the_precision_the_run_will_have(run, notes, tmp_path, monkeypatch):
+    import torch
+
+    from clockhand.train import plan, settle
+
+    seen = []
+    speed = {torch.float32: 1.0, torch.bfloat16: 9.0}
+    monkeypatch.setattr(settle, "matmul_flops", lambda dtype, device: speed[dtype])
+    monkeypatch.setattr(settle, "NARROW", 0)
+    monkeypatch.setattr(settle, "can_compile", lambda device: False)
+    monkeypatch.setattr(plan, "fit_micro_batch", lambda model, config, budget: seen.append(config.dtype) or config)
+    out = tmp_path / "fitted"
+    command = ["train", "--data", notes, *SMALL, *BRIEF, "--out", out, "--fit-memory", 1]
+    code, _, err = run(*command)
+    assert code == 0, err
+    assert seen == ["bfloat16"]
+    speed[torch.bfloat16] = 1.0  # what was settled stays
+    assert run(*command)[0] == 0
+    assert seen == ["bfloat16", "bfloat16"]
 
 
 def test_runs_are_listed_for_people_and_for_programs(run, trained, tmp_path):

@@ -6,7 +6,6 @@ a plain loop, in fp32 and under bf16 autocast, which is how its users train on a
 """
 
 import multiprocessing
-import resource
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -202,7 +201,11 @@ def _serve(pipe: Connection, make: Callable[..., Callable[[], object]], model: d
 
 def _peak_resident() -> int | None:
     """The most memory this process ever held."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 if sys.platform.startswith("linux") else None
+    if not sys.platform.startswith("linux"):
+        return None
+    from clockhand.train.plan import peak_resident_bytes
+
+    return peak_resident_bytes()
 
 
 def _ours(model: ModelConfig, config: TrainConfig) -> Callable[[], object]:

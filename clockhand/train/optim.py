@@ -48,11 +48,16 @@ def make_optimizer(model: nn.Module, config: TrainConfig) -> Optimizer:
     parameters = list(model.parameters())  # a tied weight appears once
     if config.optimizer == "adamw":
         return _adamw(parameters, config)
-    hidden = [p for name, p in model.named_parameters() if name.startswith("blocks.") and p.dim() == 2]
+    hidden = [p for name, p in model.named_parameters() if is_muons(name, p)]
     taken = set(hidden)
     dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
     muon = Muon(hidden, config.learning_rate, config.weight_decay, dtype)
     return MuonWithAdamW(muon, _adamw([p for p in parameters if p not in taken], config))
+
+
+def is_muons(name: str, parameter: Tensor) -> bool:
+    """Whether Muon, where it is asked for, updates the parameter of this name."""
+    return name.startswith("blocks.") and parameter.dim() == 2
 
 
 def _adamw(parameters: list[nn.Parameter], config: TrainConfig) -> torch.optim.AdamW:

@@ -19,7 +19,7 @@ Time is measured: some steps of the model with one block and with a few, and a s
 """
 
 import dataclasses
-import resource
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -30,12 +30,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from clockhand.allocator import keep_freed_memory
 from clockhand.config import ModelConfig
 from clockhand.count import total_parameters
 from clockhand.errors import ClockhandError
-from clockhand.model.transformer import Transformer
+from clockhand.model.transformer import Transformer, without_weights
 from clockhand.train.config import TrainConfig
 from clockhand.train.loss import LOGITS_AT_ONCE
+from clockhand.train.optim import is_muons
 from clockhand.train.trial import Trial
 
 FP32 = 4
@@ -101,7 +103,7 @@ def forecast_memory(model: ModelConfig, config: TrainConfig, batch_size: int | N
     return Memory(
         weights=weights,
         gradients=weights,
-        optimizer=total_parameters(model) * ADAMW_BYTES,
+        optimizer=total_parameters(model) * ADAMW_BYTES - _spared_by_muon(model, config),
         activations=whole + 2 * stream,  # and what the final norm reads and gives
         logits=_loss_bytes(model, tokens),
         block=block,
@@ -128,6 +130,7 @@ def fit_micro_batch(model: ModelConfig, config: TrainConfig, budget: int) -> Tra
 
 def measure_speed(model: ModelConfig, config: TrainConfig) -> Speed:
     """Trains a few steps on random ids, with one block and with a few, and draws the line to all of them."""
+    keep_freed_memory()  # as the run will
     few = min(model.n_layers, TRIAL_BLOCKS)
     one, some = _trial(model, config, 1), _trial(model, config, few)
     more = (model.n_layers - few) / max(few - 1, 1)
@@ -159,14 +162,23 @@ def plan_json(model: ModelConfig, config: TrainConfig, speed: Speed) -> dict[str
 def resident_bytes() -> int | None:
     """Memory this process holds now; None where Linux's /proc does not say."""
     try:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:
         return None
 
 
 def peak_resident_bytes() -> int:
-    """The most memory this process ever held."""
+    """The most memory this process ever held, where `resident_bytes` is known."""
+    import resource  # which Windows has not
+
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _spared_by_muon(model: ModelConfig, config: TrainConfig) -> int:
+    """Bytes: Muon remembers one value for each weight of its matrices, where AdamW remembers two."""
+    if config.optimizer != "muon":
+        return 0
+    return sum(each.numel() * FP32 for name, each in without_weights(model).named_parameters() if is_muons(name, each))
 
 
 def _loss_bytes(model: ModelConfig, tokens: int) -> int:

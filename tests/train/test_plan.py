@@ -12,7 +12,9 @@ from clockhand.config import ModelConfig
 from clockhand.count import total_parameters
 from clockhand.errors import ClockhandError
 from clockhand.train.config import TrainConfig
+from clockhand.train.optim import optimizer_tensors
 from clockhand.train.plan import Speed, fit_micro_batch, forecast_memory, forecast_seconds
+from clockhand.train.trial import Trial
 
 SMALL = ModelConfig(vocab_size=500, d_model=64, n_layers=3, n_heads=4, n_kv_heads=2, d_ff=128, max_seq_len=128)
 CONFIG = TrainConfig(batch_size=8, accumulate=2, seq_len=64, steps=100, eval_every=0)
@@ -63,6 +65,17 @@ def test_weights_gradients_and_what_adam_remembers_follow_from_the_count():
     memory = forecast_memory(SMALL, CONFIG)
     assert memory.weights == memory.gradients == 4 * total_parameters(SMALL)
     assert memory.optimizer == 8 * total_parameters(SMALL)
+    muon = forecast_memory(SMALL, dataclasses.replace(CONFIG, optimizer="muon"))
+    matrices = total_parameters(SMALL) - 500 * 64 - (2 * 3 + 1) * 64  # without embeddings and norms
+    assert muon.optimizer == memory.optimizer - 4 * matrices
+
+
+def test_what_muon_remembers_is_what_was_forecast():
+    config = dataclasses.replace(CONFIG, optimizer="muon")
+    trial = Trial(SMALL, dataclasses.replace(config, dtype="float32", compile="off"))
+    trial.step()
+    held = sum(each.nbytes for each in optimizer_tensors(trial.model, trial.optimizer).values() if each.dim())
+    assert held == forecast_memory(SMALL, config).optimizer
 
 
 def test_activations_grow_with_blocks_and_rows_and_shrink_with_checkpoints():
