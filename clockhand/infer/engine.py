@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from clockhand.errors import ClockhandError
+from clockhand.infer.fused import best_runner
 from clockhand.infer.logprobs import TokenLogprob, token_logprobs
 from clockhand.infer.runner import ReferenceRunner, Runner
 from clockhand.infer.sampling import next_token_probabilities, sample
@@ -67,7 +68,7 @@ class Engine:
         queue_limit: int = 1024,
         memory_limit: int | None = None,
         known_ids: int | None = None,
-        make_runner: Callable[[Transformer, int, int, int], Runner] = ReferenceRunner,
+        make_runner: Callable[[Transformer, int, int, int], Runner] = best_runner,
     ) -> None:
         """Takes the memory for `slots` texts of up to `max_seq_len` tokens (the model's), prompt and continuation.
 

@@ -83,7 +83,8 @@ class KVCache:
             first=torch.zeros(batch_size, dtype=torch.int64, device=device),
         )
         self._rows = slice(0, batch_size)  # of the store: all of them, or one in a view
-        self._positions = torch.empty(batch_size, 0, dtype=torch.int64, device=device)  # of the call under way
+        nowhere = torch.empty(0, dtype=torch.int64, device=device)
+        self._where = nowhere, nowhere, nowhere  # row, column and place of each token of the call under way
         self._reach = 0  # S of the call under way
 
     @property
@@ -141,7 +142,8 @@ class KVCache:
             raise ClockhandError("positions must continue each row of the cache without a gap or a repeat")
         limit = row_capacity(self.config, self.max_seq_len, int(new.max()))
         self._reserve(min(longest, limit), limit)
-        self._positions = positions
+        rows, columns = (positions >= 0).nonzero(as_tuple=True)
+        self._where = rows, columns, positions[rows, columns] % self.capacity
         lengths += new
         if self.config.sliding_window:
             torch.maximum(first, lengths - self.capacity, out=first)
@@ -154,11 +156,9 @@ class KVCache:
     def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Stores k and v (B, T, K, Dh) of the open call; returns all that `layer` remembers, each (B, S, K, Dh)."""
         keys, values = self._store.keys[layer][self._rows], self._store.values[layer][self._rows]
-        stored = self._positions >= 0
-        rows = torch.arange(self.batch_size, device=k.device)[:, None].expand_as(stored)[stored]
-        places = self._positions[stored] % self.capacity
-        keys[rows, places] = k[stored].to(keys.dtype)
-        values[rows, places] = v[stored].to(values.dtype)
+        rows, columns, places = self._where
+        keys[rows, places] = k[rows, columns].to(keys.dtype)
+        values[rows, places] = v[rows, columns].to(values.dtype)
         return keys[:, : self._reach].to(k.dtype), values[:, : self._reach].to(v.dtype)
 
     def can_truncate(self, length: int) -> bool:

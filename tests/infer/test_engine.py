@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from clockhand.config import ModelConfig
 from clockhand.errors import ClockhandError
 from clockhand.infer.engine import Engine, Request
+from clockhand.infer.fused import best_runner
 from clockhand.infer.generate import generate
 from clockhand.infer.runner import ReferenceRunner
 from clockhand.infer.settings import GREEDY, Sampling
@@ -91,12 +92,14 @@ def requests(draw):
 # ── equality with the plain way ────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.parametrize("make_runner", [ReferenceRunner, best_runner])
 @pytest.mark.parametrize("kind", ARCHITECTURES)
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
-def test_a_request_s_tokens_are_those_it_gets_alone_whatever_joins_or_leaves(kind, data):
+def test_a_request_s_tokens_are_those_it_gets_alone_whatever_joins_or_leaves(kind, make_runner, data):
     model, asked, got, cancelled = small_model(kind), {}, {}, set()
-    engine = Engine(model, slots=data.draw(st.integers(1, 4)), prefill_chunk=data.draw(st.integers(1, 40)))
+    slots, chunk = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 40))
+    engine = Engine(model, slots=slots, prefill_chunk=chunk, make_runner=make_runner)
     for _ in range(data.draw(st.integers(1, 25), label="steps")):
         for request in data.draw(st.lists(requests(), max_size=2)):
             asked[engine.submit(request)] = request
