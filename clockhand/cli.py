@@ -801,12 +801,17 @@ def validate(
 # ── speed ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 BENCHES = ("decode", "prefill", "batch", "moe", "context", "train")
+BESIDE: dict[str, tuple[str, ...]] = {"moe": (), "context": (), "train": ("transformers",)}
+"""Where not all peers run beside."""
 
 
 @app.command()
 def bench(
     work: Annotated[str, typer.Argument(metavar="WORK", help=" | ".join(BENCHES))],
-    preset: Annotated[str, typer.Option(help="The model, with random weights.")] = "mini-llama",
+    preset: Annotated[
+        str | None,
+        typer.Option(help="The model, with random weights.", show_default="mini-llama; minimind-3-moe for moe"),
+    ] = None,
     peer: Annotated[
         str | None,
         typer.Option(help="transformers,llama.cpp or none: who runs beside.", show_default="all that are installed"),
@@ -823,6 +828,11 @@ def bench(
     from clockhand.bench.measure import wanted_peers
 
     peers = wanted_peers(peer)
+    if peer is not None:
+        refuse_idle(
+            {"--peer": next((name for name in peers if name not in BESIDE.get(work, peers)), None)}, f"with {work}"
+        )
+    preset = preset or ("minimind-3-moe" if work == "moe" else "mini-llama")
     if work != "context":
         refuse_idle({"--figure": figure}, f"with {work}")
     result = import_module(f"clockhand.bench.{work}").run(preset, peers)

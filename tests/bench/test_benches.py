@@ -70,3 +70,18 @@ def test_an_unknown_bench_is_refused_with_the_nearest_name():
 
     result = CliRunner().invoke(app, ["bench", "decoding"])
     assert "unknown bench 'decoding'; did you mean 'decode'?" in str(result.exception)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["train", "--peer", "llama.cpp"], "--peer llama.cpp has no effect with train"),
+        (["context", "--peer", "llama.cpp"], "--peer llama.cpp has no effect with context"),
+        (["moe", "--preset", "mini-llama"], "preset = mini-llama has no dense twin"),
+    ],
+)
+def test_a_peer_or_a_model_that_would_not_be_measured_is_refused(monkeypatch, flags, message):
+    from typer.testing import CliRunner
+
+    monkeypatch.setattr(measure, "wanted_peers", lambda wanted: (wanted or "").split(","))
+    assert message in str(CliRunner().invoke(app, ["bench", *flags]).exception)
