@@ -28,7 +28,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -454,7 +454,11 @@ def decoder_for(model: nn.Module, reach: int, new_tokens: int) -> "Decoder | Non
         if compiler() is None:
             print("note: no C++ compiler (g++, or CXX): text is generated the plain, slower way", file=sys.stderr)
             return None
-    return Decoder(model, reach=reach, exact=True)
+    try:
+        return Decoder(model, reach=reach, exact=True)
+    except ClockhandError as error:  # the cache folder cannot be written, say
+        print(f"note: {error}: text is generated the plain, slower way", file=sys.stderr)
+        return None
 
 
 def compiled(
@@ -465,10 +469,21 @@ def compiled(
     `inputs` are an example. Raises `ClockhandError` where it has to be compiled and no C++ compiler is found.
     """
     package = _package(config, precision, cache_dtype)
-    if not package.is_file():
+    with _ONE_AT_A_TIME:
+        if package.is_file():
+            with suppress(RuntimeError):  # a damaged file is made again
+                return _loaded(package)
         if compiler() is None:
             raise ClockhandError("compiling the decode step needs a C++ compiler (g++, or the one named in CXX)")
         _compile(config, inputs, package)
+        return _loaded(package)
+
+
+_ONE_AT_A_TIME = threading.Lock()
+"""Compiling changes settings of the whole process, and two threads would write the same file."""
+
+
+def _loaded(package: Path) -> Callable[[list[Tensor]], list[Tensor]]:
     from torch._C._aoti import AOTIModelPackageLoader
 
     with _quiet():  # it warns of other instruction sets, which the key already tells apart
@@ -563,6 +578,7 @@ class Decoder:
             raise ClockhandError(f"reach = {self.reach} must be between 1 and max_seq_len = {config.max_seq_len}")
         self.length = 0
         """Tokens held."""
+        self._written = 0  # the most that were ever held: a ring remembers the last of those
         with torch.no_grad():
             self.weights = _weights(model, precision)
             table = model.position_embedding
@@ -625,6 +641,7 @@ class Decoder:
         position = self.length
         self._reserve(position + 1)
         self.length += 1
+        self._written = max(self._written, self.length)
         self._see(position)
         blocks = max(2, -(-min(self.length, self._ring or self.length) // SLOTS))
         number = torch.tensor((id,))
@@ -651,11 +668,12 @@ class Decoder:
             raise ClockhandError(f"length = {length} must be 0 or more")
         window = self.config.sliding_window
         first = max(0, length - window + 1) if window else 0  # that the next token sees
-        if length and self._ring and self.length - first > self._ring:
+        if length and self._ring and self._written - first > self._ring:
             raise ClockhandError(
-                f"length = {length} is too far back: of {self.length} tokens the sliding window has kept {self._ring}"
+                f"length = {length} is too far back: of {self._written} tokens the sliding window has kept {self._ring}"
             )
         self.length = min(length, self.length)
+        self._written = self._written if length else 0
         self._see_all()
 
     def _see_all(self) -> None:
@@ -747,6 +765,7 @@ class Decoder:
             only_last = last and layer == config.n_layers - 1  # what else would come out, nobody reads
             x = block(config, weights, layer, x, turned, product_with_many, attend, self._mix, only_last)
         self.length = end
+        self._written = max(self._written, end)
         self._see_all()
         return x
 

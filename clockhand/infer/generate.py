@@ -56,6 +56,8 @@ class Options(TypedDict, total=False):
     """Tell how probable the model itself found each token drawn, and so many of the best. None tells nothing."""
     explain: bool
     """Tell for each token drawn what every stage of the sampling did to the candidates."""
+    plain: bool
+    """Never the compiled step, which is faster but whose last bits depend on what has been compiled on this machine."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +110,7 @@ def stream(
     seed: int = 0,
     logprobs: int | None = None,
     explain: bool = False,
+    plain: bool = False,
 ) -> Iterator[Piece]:
     """Continues every prompt (its ids), and yields a `Piece` for every token drawn. See `Options` for the settings.
 
@@ -166,7 +169,7 @@ def stream(
                 finish_reason=None if room else limit,
             )
         )
-    return _pieces(model, rows, sampling, known_ids, logprobs, explain)
+    return _pieces(model, rows, sampling, known_ids, logprobs, explain, plain)
 
 
 def generate(
@@ -322,7 +325,13 @@ class _Row:
 
 
 def _pieces(
-    model: Transformer, rows: list[_Row], sampling: Sampling, known_ids: int, logprobs: int | None, explaining: bool
+    model: Transformer,
+    rows: list[_Row],
+    sampling: Sampling,
+    known_ids: int,
+    logprobs: int | None,
+    explaining: bool,
+    plain: bool,
 ) -> Iterator[Piece]:
     """The loop."""
     for batch in _batches(model.config, rows):
@@ -331,7 +340,8 @@ def _pieces(
                 yield Piece(row.number, None, "", row.finish_reason)
         weight = model.token_embedding.weight
         cache = KVCache(model.config, len(batch), max(row.reach for row in batch), weight.dtype, weight.device)
-        decoder = decoder_for(model, batch[0].reach, batch[0].reach - len(batch[0].ids)) if len(batch) == 1 else None
+        alone = len(batch) == 1 and not plain
+        decoder = decoder_for(model, batch[0].reach, batch[0].reach - len(batch[0].ids)) if alone else None
         while running := [slot for slot, row in enumerate(batch) if row.finish_reason is None]:
             # On the CPU from here on, so that a seed means the same draws on every device.
             if decoder is not None:  # the same logits, sooner

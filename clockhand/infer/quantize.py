@@ -9,7 +9,6 @@ once a token, so the bytes decide the speed, and this tells the price.
 The formats themselves are in `model/packed.py`, how their numbers are multiplied at speed in `decode.py`.
 """
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -20,6 +19,7 @@ from clockhand.data.loader import Batch
 from clockhand.errors import ClockhandError
 from clockhand.model.packed import pack, unpack
 from clockhand.model.transformer import Transformer
+from clockhand.train.evaluate import perplexity
 from clockhand.train.loss import IGNORE_INDEX
 
 _POSITIONS_AT_ONCE = 256  # whose V logits of both models are in memory
@@ -75,4 +75,4 @@ def compare(model: Transformer, against: Transformer, batches: Iterable[Batch]) 
         tokens += len(targets)
     if not tokens:
         raise ClockhandError("nothing to compare on: there is no target")
-    return Quality(tokens, kl / tokens, math.exp(nats / tokens), math.exp(nats_against / tokens))
+    return Quality(tokens, kl / tokens, perplexity(nats / tokens), perplexity(nats_against / tokens))

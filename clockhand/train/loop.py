@@ -322,7 +322,7 @@ class Trainer:
         prompt = config.sample_prompt or ("\n" if tokenizer.bos_id is None else "")
         model.eval()
         completion = generate_text(
-            model, tokenizer, prompt, SAMPLING, max_new_tokens=config.sample_tokens, seed=config.seed
+            model, tokenizer, prompt, SAMPLING, max_new_tokens=config.sample_tokens, seed=config.seed, plain=True
         )
         model.train()
         return prompt + completion.text

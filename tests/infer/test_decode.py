@@ -136,6 +136,57 @@ def test_of_a_ring_only_what_it_still_holds_can_be_taken_back():
     torch.testing.assert_close(decoder.read(ids[:9]), plain_logits(model, ids, 600)[8], **EXACT)
 
 
+def test_what_a_ring_has_written_over_stays_lost_after_a_text_was_cut_short():
+    """The slots of tokens 172 and before were taken by 300 and before; cutting to 212 does not bring them back."""
+    model = make_model(**LONG)
+    decoder = exact_decoder(model, "fp32", reach=600, compile=False)
+    decoder.read(ids_of(model, 300))
+    decoder.truncate(212)
+    with pytest.raises(ClockhandError, match="length = 180 is too far back: of 300 tokens"):
+        decoder.truncate(180)
+    assert decoder.length == 212
+
+
+def test_a_damaged_compiled_step_is_compiled_again(monkeypatch, tmp_path):
+    monkeypatch.setenv("CLOCKHAND_CACHE", str(tmp_path))
+    monkeypatch.setattr(decode, "compiler", lambda: "g++")
+    model = make_model(n_layers=1)
+    package = decode._package(model.config, "fp32", torch.float32)
+    package.parent.mkdir(parents=True, exist_ok=True)
+    package.write_bytes(b"not a package")
+    compiled = []
+
+    def load(path):
+        if path.read_bytes() == b"not a package":
+            raise RuntimeError("Failed to initialize zip archive")
+        return lambda inputs: [torch.zeros(37)]
+
+    monkeypatch.setattr(decode, "_loaded", load)
+    monkeypatch.setattr(decode, "_compile", lambda config, inputs, path: compiled.append(path.write_bytes(b"whole")))
+    Decoder(model)
+    assert len(compiled) == 1
+    Decoder(model)
+    assert len(compiled) == 1, "the control: a whole one is only loaded"
+
+
+def test_where_the_compiled_step_cannot_be_kept_text_comes_the_plain_way(monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("CLOCKHAND_CACHE", str(tmp_path / "file" / "cache"))
+    (tmp_path / "file").write_text("no folder")
+    monkeypatch.setattr(decode, "compiler", lambda: "g++")
+    monkeypatch.setattr(decode, "is_worth_compiling", lambda *ignored: True)
+    assert decode.decoder_for(make_model(n_layers=1), 40, 30) is None
+    assert "plain, slower way" in capsys.readouterr().err
+
+
+def test_asked_for_the_plain_way_generate_takes_no_decoder(monkeypatch):
+    model, asked = make_model(), []
+    monkeypatch.setattr("clockhand.infer.generate.decoder_for", lambda *ignored: asked.append(1))
+    generate(model, [[1, 2]], max_new_tokens=2, plain=True)
+    assert not asked
+    generate(model, [[1, 2]], max_new_tokens=2)
+    assert asked, "the control"
+
+
 def test_a_text_cut_short_goes_on_as_if_the_rest_had_never_been():
     model = make_model(sliding_window=6)
     ids = ids_of(model)
