@@ -193,3 +193,18 @@ def test_in_a_browser_the_page_is_quiet_the_slider_moves_the_hands_and_a_phone_n
     theta = frequencies(build("mini-llama")).tolist()
     angles = [float(turn.removeprefix("rotate(").removesuffix(")")) for turn in found["turns"]]
     assert angles == pytest.approx([math.degrees(100 * turn) % 360 for turn in theta], abs=1e-6)
+
+
+def test_the_report_in_docs_is_whole_and_the_readme_shows_two_of_its_figures():
+    root = Path(__file__).parents[2]
+    page = (root / "docs" / "lab.html").read_text(encoding="utf-8")
+    for claim in all_claims():
+        assert f'id="{claim}"' in page, f"{claim} is missing in docs/lab.html"
+    assert "<script src" not in page
+    assert "<link" not in page
+    shown = re.findall(r'src="(docs/figures/[^"]+)"', (root / "README.md").read_text(encoding="utf-8"))
+    assert len(shown) >= 2
+    for figure in shown:
+        assert (root / figure).is_file(), figure
+    size = sum(file.stat().st_size for file in (root / "docs").rglob("*") if file.is_file())
+    assert size < 5_000_000
