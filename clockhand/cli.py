@@ -461,7 +461,7 @@ def list_runs(
 
     if not folder.is_dir():
         raise ClockhandError(f"'{folder}' is no folder; name the one that your runs are in")
-    found = find_runs(folder)
+    found = find_runs(folder, lambda line: say(f"note: {line}"))
     if as_json:
         print_json([dataclasses.asdict(each) for each in found])
         return
@@ -660,7 +660,8 @@ def evaluate(
     from clockhand.data.corpora import Report
     from clockhand.data.shards import is_corpus
     from clockhand.infer.quantize import compare
-    from clockhand.train.evaluate import batches_of_sources, evaluate_sources, reading_length
+    from clockhand.train.evaluate import batches_of_sources, reading_length
+    from clockhand.train.evaluate import evaluate as evaluation_of
     from clockhand.train.run_folder import trained_seq_len
 
     if windows is not None and windows < 1:
@@ -682,19 +683,17 @@ def evaluate(
         # Here memory is no reason for less than what the config declares: it is the length that is left.
         trained = reading_length(network.config, network.config.max_seq_len if seq_len is None else seq_len)
         answer = losses_against_length(network, tokenizer, data, text_field, trained, rope_scaling, windows, report)
-    elif against is not None:
+    else:
         seq_len = reading_length(network.config, seq_len)
         batches = batches_of_sources(
             network.config, tokenizer, data, text_field or "text", windows or 1024, seq_len, report
         )
-        answer = vars(compare(network, other_model(model, against, tokenizer), batches)) | {"seq_len": seq_len}
-    else:
-        seq_len = reading_length(network.config, seq_len)
-        result = evaluate_sources(
-            network, tokenizer, data, text_field or "text", windows or 1024, seq_len=seq_len, report=report
-        )
-        derived = {name: getattr(result, name) for name in ("loss", "perplexity", "bits_per_byte")}
-        answer = vars(result) | derived | {"seq_len": seq_len}
+        if against is not None:
+            answer = vars(compare(network, other_model(model, against, tokenizer), batches)) | {"seq_len": seq_len}
+        else:
+            result = evaluation_of(network, batches, tokenizer.token_bytes)
+            derived = {name: getattr(result, name) for name in ("loss", "perplexity", "bits_per_byte")}
+            answer = vars(result) | derived | {"seq_len": seq_len}
     for line in report.lines():
         say(f"note: {line}")
     if as_json:

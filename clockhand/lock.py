@@ -7,10 +7,13 @@ left behind is nobody's.
 import contextlib
 import os
 import sys
+import time
 from pathlib import Path
 from typing import IO
 
 _held: dict[Path, IO[bytes]] = {}
+PATIENCE = 0.25
+"""Seconds for which `take` tries: whoever asks `is_held` has the lock for an instant."""
 
 
 def take(path: Path) -> bool:
@@ -18,12 +21,19 @@ def take(path: Path) -> bool:
     path = path.resolve()
     if path in _held:
         return True
+    until = time.monotonic() + PATIENCE
+    while not (taken := _take_now(path)) and time.monotonic() < until:
+        time.sleep(PATIENCE / 50)
+    return taken
+
+
+def _take_now(path: Path) -> bool:
     file = path.open("ab")
     try:
         _lock(file)
         if not _is_still_there(path, file):  # its holder let go, and the file with it, between our two steps
             file.close()
-            return take(path)
+            return _take_now(path)
     except BlockingIOError:
         file.close()
         return False
@@ -44,7 +54,10 @@ def release(path: Path) -> None:
 
 
 def is_held(path: Path) -> bool:
-    """Whether some process holds the lock, this one or another. Asking changes nothing."""
+    """Whether some process holds the lock, this one or another.
+
+    To know it, the lock is taken and let go at once: `flock` answers no other question. `take` waits that out.
+    """
     path = path.resolve()
     if path in _held:
         return True

@@ -3,7 +3,10 @@
 import os
 import subprocess
 import sys
+import threading
+import time
 
+from clockhand import lock
 from clockhand.lock import is_running, release, take
 
 HOLD = (
@@ -45,3 +48,25 @@ def test_a_process_that_has_ended_is_not_running():
     ended.wait()
     assert not is_running(ended.pid)
     assert is_running(os.getpid())
+
+
+def test_who_only_asks_keeps_nobody_out(tmp_path, monkeypatch):
+    """Asking has the lock for an instant, here a long one."""
+    path, asks = tmp_path / ".lock", threading.Event()
+    path.touch()
+    real = lock._lock
+
+    def slow(file) -> None:
+        real(file)
+        if threading.current_thread() is asker:
+            asks.set()
+            time.sleep(lock.PATIENCE / 3)
+
+    monkeypatch.setattr(lock, "_lock", slow)
+    asker = threading.Thread(target=lock.is_held, args=[path])
+    asker.start()
+    asks.wait()
+    assert not lock._take_now(path), "control: without patience it is refused"
+    assert take(path)
+    release(path)
+    asker.join()

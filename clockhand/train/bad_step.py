@@ -41,16 +41,26 @@ FOLDER = "bad-steps"
 # ── keeping ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def parameter_norms(model: nn.Module, optimizer: Optimizer) -> dict[str, dict[str, float | None]]:
-    """Of every parameter: norm of the weight, the gradient and the usual gradient. All ranks must ask together."""
+def parameter_norms(
+    model: nn.Module, optimizer: Optimizer, clipped_by: float = 1.0
+) -> dict[str, dict[str, float | None]]:
+    """Of every parameter: norm of the weight, the gradient and the usual gradient. All ranks must ask together.
+
+    The gradient is what it was before all gradients were multiplied by `clipped_by`.
+    """
     return {
         name: {
             "weight": _norm(parameter),
-            "gradient": None if parameter.grad is None else _norm(parameter.grad),
+            "gradient": None if parameter.grad is None else _norm(parameter.grad) / clipped_by,
             "usual_gradient": _usual_gradient(optimizer, parameter),
         }
         for name, parameter in model.named_parameters()
     }
+
+
+def clipped_by(norm: float, clip_norm: float) -> float:
+    """What `clip_gradients` has multiplied gradients of that `norm` by: torch adds 1e-6, so that 0 divides too."""
+    return min(clip_norm / (norm + 1e-6), 1.0) if clip_norm > 0 and math.isfinite(norm) else 1.0
 
 
 def _norm(tensor: Tensor) -> float:

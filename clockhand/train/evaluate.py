@@ -124,24 +124,6 @@ def evaluate_texts(
     return evaluate(model, _batches_of(windows, batch_size or rows_at_once(seq_len)), tokenizer.token_bytes, dtype)
 
 
-def evaluate_sources(
-    model: Transformer,
-    tokenizer: Tokenizer,
-    source: str,
-    text_field: str = "text",
-    max_windows: int | None = None,
-    seq_len: int | None = None,
-    report: Report | None = None,
-) -> Evaluation:
-    """`evaluate` on text in files, or on the held-out windows of a corpus folder, at most `max_windows` of them.
-
-    Windows have `reading_length` tokens. What was odd in the files is noted in `report`. Raises `ClockhandError` for a
-    corpus of another tokenizer.
-    """
-    batches = batches_of_sources(model.config, tokenizer, source, text_field, max_windows, seq_len, report)
-    return evaluate(model, batches, tokenizer.token_bytes)
-
-
 def batches_of_sources(
     config: ModelConfig,
     tokenizer: Tokenizer,
@@ -151,7 +133,11 @@ def batches_of_sources(
     seq_len: int | None = None,
     report: Report | None = None,
 ) -> Iterable[Batch]:
-    """The windows that `evaluate_sources` reads."""
+    """Text in files, or the held-out windows of a corpus folder, at most `max_windows` of them, for `evaluate`.
+
+    Windows have `reading_length` tokens. What was odd in the files is noted in `report`. Raises `ClockhandError` for a
+    corpus of another tokenizer.
+    """
     seq_len = reading_length(config, seq_len)
     if is_corpus(source):
         return ValidationWindows(corpus_of(source, tokenizer), rows_at_once(seq_len), seq_len, max_windows)

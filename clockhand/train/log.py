@@ -20,6 +20,12 @@ CLOCKED = ("time", "train/tok_per_s")
 """The keys whose values a clock has measured. All others are functions of configs, data and seed."""
 
 
+NUMBERS = frozenset(
+    {"time", "val/loss", "val/bpb", "train/loss", "train/lr", "train/grad_norm", "train/tokens", "train/tok_per_s"}
+)
+"""The keys whose values are numbers, or null for one that is none."""
+
+
 class RunLog:
     def __init__(self, path: Path, step: int) -> None:
         """Opens `path` for a run that stands at `step`: only whole lines of earlier steps are kept."""
@@ -74,6 +80,9 @@ def read_log(path: Path) -> list[dict[str, Any]]:
             break
         if not isinstance(row, dict) or type(row.get("step")) is not int:
             raise ClockhandError(f"line {number} of {path} has no step; take it out, or move the file away")
+        for key in row.keys() & NUMBERS:
+            if not isinstance(row[key], (int, float, type(None))):
+                raise ClockhandError(f"line {number} of {path} has {key} = {row[key]!r}, which is no number")
         rows.append(row)
     return rows
 

@@ -15,27 +15,45 @@ from clockhand.train.progress import Reporter
 LOGGERS = ("none", "tensorboard", "wandb")
 
 
-class Several(Reporter):
-    """Tells each of them."""
+class WithLogger(Reporter):
+    """A reporter, and a logger that hears the same.
 
-    def __init__(self, *reporters: Reporter) -> None:
-        self._reporters = reporters
+    A logger that does not start is refused, as somebody has asked for it. One that fails later is told of and left
+    alone: the run costs more than its picture, and the numbers are in log.jsonl. What other people's code may raise
+    nobody knows, so it is any exception.
+    """
+
+    def __init__(self, reporter: Reporter, logger: Reporter, name: str) -> None:
+        self._reporter, self._logger, self._name = reporter, logger, name
+        self._hears = False
 
     def start(self, step: int, steps: int) -> None:
-        for each in self._reporters:
-            each.start(step, steps)
+        try:
+            self._logger.start(step, steps)
+        except Exception as error:
+            raise ClockhandError(f"--logger {self._name} does not start: {_in_a_line(error)}") from error
+        self._hears = True
+        self._reporter.start(step, steps)
 
     def row(self, row: dict[str, Any]) -> None:
-        for each in self._reporters:
-            each.row(row)
+        self._reporter.row(row)
+        self._tell(lambda: self._logger.row(row))
 
     def note(self, line: str) -> None:
-        for each in self._reporters:
-            each.note(line)
+        self._reporter.note(line)
 
     def stop(self) -> None:
-        for each in self._reporters:
-            each.stop()
+        self._reporter.stop()
+        self._tell(self._logger.stop)
+
+    def _tell(self, what: Callable[[], None]) -> None:
+        if not self._hears:
+            return
+        try:
+            what()
+        except Exception as error:
+            self._hears = False
+            self.note(f"--logger {self._name} has failed and hears no more: {_in_a_line(error)}")
 
 
 class TensorBoardReporter(Reporter):
@@ -55,8 +73,7 @@ class TensorBoardReporter(Reporter):
             self._writer.add_text("sample", row["sample"], row["step"])
 
     def stop(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
+        self._writer.close()
 
 
 class WandbReporter(Reporter):
@@ -77,8 +94,11 @@ class WandbReporter(Reporter):
         self._run.log({**numbers_of(row), **text}, step=row["step"])
 
     def stop(self) -> None:
-        if self._run is not None:
-            self._run.finish()
+        self._run.finish()
+
+
+def _in_a_line(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())
 
 
 def numbers_of(row: dict[str, Any]) -> dict[str, float]:
@@ -96,9 +116,9 @@ def with_logger(reporter: Reporter, logger: str, out: Path) -> Reporter:
         if logger == "tensorboard":
             from torch.utils.tensorboard import SummaryWriter
 
-            return Several(reporter, TensorBoardReporter(SummaryWriter, out))
+            return WithLogger(reporter, TensorBoardReporter(SummaryWriter, out), logger)
         import wandb
 
-        return Several(reporter, WandbReporter(wandb, out))
+        return WithLogger(reporter, WandbReporter(wandb, out), logger)
     except ImportError:
         raise ClockhandError(f"--logger {logger} needs a package that is not installed: pip install {logger}") from None

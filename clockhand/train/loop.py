@@ -38,7 +38,7 @@ from clockhand.interop.hf import save_model
 from clockhand.memory import refuse_beyond_memory
 from clockhand.model.transformer import run_block
 from clockhand.train import plan, run_folder
-from clockhand.train.bad_step import keep_bad_step, parameter_norms
+from clockhand.train.bad_step import clipped_by, keep_bad_step, parameter_norms
 from clockhand.train.checkpoint import (
     Checkpoint,
     best_loss,
@@ -82,7 +82,12 @@ def train(
     in it, "must" one without a checkpoint. Returns the last evaluation. Raises `Interrupted` after SIGINT or
     SIGTERM, with everything saved, and `ClockhandError` for what cannot be honoured.
     """
-    return Trainer(model_config, train_config, corpus, Path(out), reporter or Reporter(), ranks, resume).run()
+    try:
+        trainer = Trainer(model_config, train_config, corpus, Path(out), reporter or Reporter(), ranks, resume)
+    except BaseException:
+        run_folder.let_go(Path(out))
+        raise
+    return trainer.run()
 
 
 class Trainer:
@@ -285,7 +290,7 @@ class Trainer:
                 "loss": loss,
                 "norm": norm,
                 "clip_norm": self.config.clip_norm,
-                "parameters": parameter_norms(self.model, self.optimizer),
+                "parameters": parameter_norms(self.model, self.optimizer, clipped_by(norm, self.config.clip_norm)),
             }
             whole = self.ranks.whole(self.model)
             if self.ranks.leads and whole is not None:
@@ -352,8 +357,8 @@ class Trainer:
 
     @contextmanager
     def _reporting(self) -> Iterator[None]:
-        self.reporter.start(self.step, self.config.steps)
         try:
+            self.reporter.start(self.step, self.config.steps)
             yield
         finally:
             self.reporter.stop()

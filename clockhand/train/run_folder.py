@@ -27,25 +27,24 @@ from clockhand.disk import remove_leftovers, write_text
 from clockhand.errors import ClockhandError
 from clockhand.lock import release, take
 from clockhand.train.config import MAY_CHANGE
-
-LOCK = ".lock"
+from clockhand.train.runs import CONFIG, LOCK, read_run_config
 
 
 def trained_seq_len(folder: str | Path) -> int | None:
     """The seq_len that the run in `folder` trains at; None where it is no run folder, or no longer says."""
-    config = _read_run_config(Path(folder))
+    config = read_run_config(Path(folder))
     seq_len = config["train"].get("seq_len") if config else None
     return seq_len if type(seq_len) is int and seq_len >= 1 else None
 
 
 def is_run_folder(folder: Path) -> bool:
     """Whether a run has been started in it."""
-    return _read_run_config(folder) is not None
+    return read_run_config(folder) is not None
 
 
 def started_train(out: Path) -> dict[str, Any] | None:
     """The training settings that a run was started with in `out`; None if none was."""
-    config = _read_run_config(out)
+    config = read_run_config(out)
     return config["train"] if config else None
 
 
@@ -95,7 +94,7 @@ def describe_data(corpus: Corpus) -> dict[str, Any]:
 def write_run_config(out: Path, plan: Mapping[str, Any]) -> None:
     """`plan` has the sections model, train and data."""
     versions = {"clockhand": clockhand.__version__, "torch": torch.__version__, "python": platform.python_version()}
-    write_text(out / "config.json", json.dumps({**plan, "versions": versions}, indent=2, ensure_ascii=False) + "\n")
+    write_text(out / CONFIG, json.dumps({**plan, "versions": versions}, indent=2, ensure_ascii=False) + "\n")
 
 
 def refuse_changes(out: Path, started: Mapping[str, Any], asked: Mapping[str, Any]) -> None:
@@ -126,11 +125,3 @@ def let_go(out: Path) -> None:
 def _is_yet_unused(out: Path) -> bool:
     """Whether nothing is in it but what is made before our config.json."""
     return {path.name for path in out.iterdir() if not path.name.startswith(".")} <= {"checkpoints", "corpus"}
-
-
-def _read_run_config(folder: Path) -> dict[str, Any] | None:
-    try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return None
-    return config if isinstance(config, dict) and isinstance(config.get("train"), dict) else None

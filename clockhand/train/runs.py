@@ -6,7 +6,7 @@ lock, finished when its log has the last step and its final model is there, and 
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,9 +45,17 @@ class Run:
     """Steps that were not applied."""
 
 
-def find_runs(root: Path) -> list[Run]:
-    """The runs in `root` and in the folders below it, by path."""
-    return [read_run(folder) for folder in sorted(_run_folders(root)) if _is_ours(_read_config(folder / CONFIG))]
+def find_runs(root: Path, note: Callable[[str], None] = lambda line: None) -> list[Run]:
+    """The runs in `root` and in the folders below it, by path. One whose log is damaged is a line to `note`."""
+    found = []
+    for folder in sorted(_run_folders(root)):
+        if read_run_config(folder) is None:  # other programs too keep a config.json beside a log.jsonl
+            continue
+        try:
+            found.append(read_run(folder))
+        except ClockhandError as error:
+            note(f"{folder} is left out: {error}")
+    return found
 
 
 def _run_folders(root: Path) -> Iterator[Path]:
@@ -61,16 +69,15 @@ def _run_folders(root: Path) -> Iterator[Path]:
 def read_run(folder: Path) -> Run:
     """Raises `ClockhandError` for a log that is none."""
     rows = read_log(folder / LOG)
-    config = _read_config(folder / CONFIG)
-    train: dict[str, Any] = config.get("train", {})
-    steps = train.get("steps", 0)
+    config = read_run_config(folder) or {"train": {"steps": 0}, "model": {}}
+    steps = config["train"]["steps"]
     evaluated = [row for row in rows if row.get("val/loss") is not None]
     best = min(evaluated, key=lambda row: row["val/loss"], default=None)
     step = rows[-1]["step"] + ("train/loss" in rows[-1]) if rows else 0
     finished = step == steps and (folder / "final" / "model.safetensors").exists()
     return Run(
         folder=str(folder),
-        preset=_preset_of(config.get("model", {})),
+        preset=_preset_of(config["model"]),
         state="running" if is_held(folder / LOCK) else "finished" if finished else "stopped",
         step=step,
         steps=steps,
@@ -84,18 +91,17 @@ def read_run(folder: Path) -> Run:
     )
 
 
-def _read_config(path: Path) -> dict[str, Any]:
+def read_run_config(folder: Path) -> dict[str, Any] | None:
+    """The config.json of a run folder: `model` and `train` are dicts, and `train` has `steps`. None where none is."""
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
-        return {}
-    return config if isinstance(config, dict) else {}
-
-
-def _is_ours(config: dict[str, Any]) -> bool:
-    """Other programs too keep a config.json beside a log.jsonl."""
-    train = config.get("train")
-    return isinstance(train, dict) and type(train.get("steps")) is int and isinstance(config.get("model"), dict)
+        return None
+    if not isinstance(config, dict):
+        return None
+    model, train = config.get("model"), config.get("train")
+    ours = isinstance(model, dict) and isinstance(train, dict) and type(train.get("steps")) is int
+    return config if ours else None
 
 
 def _last(rows: list[dict[str, Any]], key: str) -> Any:

@@ -230,3 +230,18 @@ def test_a_run_that_skips_spikes_and_was_killed_in_a_streak_goes_on_as_the_strai
     assert rows_of(tmp_path / "killed") == rows
     assert torch.equal(weights_of(tmp_path / "killed"), weights_of(tmp_path / "straight"))
     assert json.dumps(read_log(tmp_path / "killed" / "log.jsonl")[14].get("train/trouble"))
+
+
+def test_the_gradients_in_a_record_are_those_before_clipping(trainer):
+    run = trainer(clip_norm=1e-3)
+    take(run, 20)
+    batches = run.windows.batch
+    run.windows.batch = lambda number: dataclasses.replace(
+        batches(number), targets=torch.full_like(batches(number).targets, run.model.config.vocab_size - 1)
+    )
+    row = run.update()
+    assert "usually" in row["train/trouble"]
+    parameters = open_bad_step(kept(run)[0])[0]["parameters"]
+    whole = math.hypot(*(norms["gradient"] for norms in parameters.values()))
+    assert whole == pytest.approx(row["train/grad_norm"], rel=1e-4)
+    assert whole > 100 * run.config.clip_norm

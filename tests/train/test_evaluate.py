@@ -10,7 +10,14 @@ from clockhand.data.loader import Batch
 from clockhand.data.tokenizer import Tokenizer
 from clockhand.errors import ClockhandError
 from clockhand.model.transformer import Transformer
-from clockhand.train.evaluate import Evaluation, _batches_of, _windows_of, evaluate, evaluate_sources, evaluate_texts
+from clockhand.train.evaluate import (
+    Evaluation,
+    _batches_of,
+    _windows_of,
+    batches_of_sources,
+    evaluate,
+    evaluate_texts,
+)
 from clockhand.train.loss import IGNORE_INDEX
 
 
@@ -98,16 +105,20 @@ def test_texts_of_unequal_length_in_one_batch_cost_what_they_cost_alone(model, c
 
 
 def test_a_source_is_text_or_the_held_out_part_of_a_corpus(model, corpus, tmp_path):
+    def evaluation_of(source, **more) -> Evaluation:
+        batches = batches_of_sources(model.config, corpus.tokenizer, str(source), **more)
+        return evaluate(model, batches, corpus.tokenizer.token_bytes)
+
     (tmp_path / "text.txt").write_text("1 and 2 are 3.")
-    of_text = evaluate_sources(model, corpus.tokenizer, str(tmp_path / "text.txt"))
+    of_text = evaluation_of(tmp_path / "text.txt")
     assert of_text == evaluate_texts(model, corpus.tokenizer, ["1 and 2 are 3."])
 
-    of_corpus = evaluate_sources(model, corpus.tokenizer, str(corpus.folder))
+    of_corpus = evaluation_of(corpus.folder)
     assert of_corpus.bytes == corpus.split("val").text_bytes
-    assert evaluate_sources(model, corpus.tokenizer, str(corpus.folder), max_windows=1).tokens <= 64
+    assert evaluation_of(corpus.folder, max_windows=1).tokens <= 64
 
 
 def test_a_corpus_of_another_tokenizer_is_refused(model, corpus):
     other = Tokenizer.train(["äöü"], "char")
     with pytest.raises(ClockhandError, match="was made with another tokenizer"):
-        evaluate_sources(model, other, str(corpus.folder))
+        batches_of_sources(model.config, other, str(corpus.folder))

@@ -5,8 +5,9 @@ import types
 
 import pytest
 
+from clockhand import lock
 from clockhand.errors import ClockhandError
-from clockhand.train.loggers import numbers_of, with_logger
+from clockhand.train.loggers import WithLogger, numbers_of, with_logger
 from clockhand.train.loop import train
 from clockhand.train.progress import Reporter
 
@@ -94,3 +95,52 @@ def test_an_unknown_logger_is_refused_and_none_is_nobody(tmp_path):
 def test_only_numbers_are_drawn():
     row = {"step": 3, "time": 1.5, "train/loss": 2.0, "train/trouble": "loss nan", "train/skipped": True, "sample": "a"}
     assert numbers_of(row) == {"time": 1.5, "train/loss": 2.0, "train/skipped": True}
+
+
+class Fails(Reporter):
+    def __init__(self, where: str) -> None:
+        self.where, self.rows = where, 0
+
+    def start(self, step, steps) -> None:
+        if self.where == "start":
+            raise RuntimeError("no key:\n log in first")
+
+    def row(self, row) -> None:
+        self.rows += 1
+        if self.where == "row" and row["step"] == 3:
+            raise ConnectionError("gone")
+
+    def stop(self) -> None:
+        if self.where == "stop":
+            raise ConnectionError("gone")
+
+
+class Notes(Reporter):
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
+    def note(self, line) -> None:
+        self.notes.append(line)
+
+
+def test_a_logger_that_does_not_start_is_one_line_and_leaves_the_folder_free(
+    model_config, train_config, corpus, tmp_path
+):
+    out = tmp_path / "run"
+    with pytest.raises(ClockhandError, match=r"^--logger wandb does not start: RuntimeError: no key: log in first$"):
+        train(model_config, train_config, corpus, out, WithLogger(Reporter(), Fails("start"), "wandb"))
+    assert not lock.is_held(out / ".lock")
+    train(model_config, train_config, corpus, out)
+
+
+@pytest.mark.parametrize(("where", "heard"), [("row", 4), ("stop", 11)])
+def test_a_logger_that_fails_on_the_way_is_told_of_once_and_the_run_goes_on(
+    model_config, train_config, corpus, tmp_path, where, heard
+):
+    notes, logger = Notes(), Fails(where)
+    train(model_config, train_config, corpus, tmp_path, WithLogger(notes, logger, "wandb"))
+    assert [line for line in notes.notes if "wandb" in line] == [
+        "--logger wandb has failed and hears no more: ConnectionError: gone"
+    ]
+    assert logger.rows == heard
+    assert (tmp_path / "final").is_dir()

@@ -13,6 +13,7 @@ import pytest
 import safetensors.torch
 import torch
 
+from clockhand import lock
 from clockhand.config import ModelConfig
 from clockhand.data.loader import Batch, ValidationWindows
 from clockhand.data.shards import CorpusSettings, prepare
@@ -410,6 +411,7 @@ import torch
 torch.set_num_threads(1)
 from clockhand.config import ModelConfig
 from clockhand.data.shards import Corpus
+from clockhand import lock
 from clockhand.errors import ClockhandError
 from clockhand.train import loop
 from clockhand.train.config import TrainConfig
@@ -522,3 +524,10 @@ def test_a_vocabulary_too_small_for_the_tokenizer_is_refused(train_config, corpu
     small = ModelConfig(vocab_size=100, d_model=32, n_layers=1, n_heads=4, d_ff=64, max_seq_len=64)
     with pytest.raises(ClockhandError, match=r"^vocab_size = 100 must be at least 261"):
         train(small, train_config, corpus, tmp_path / "run")
+
+
+def test_a_run_that_is_refused_leaves_its_folder_free(model_config, train_config, corpus, tmp_path):
+    train(model_config, train_config, corpus, tmp_path)
+    with pytest.raises(ClockhandError, match="learning_rate"):
+        train(model_config, dataclasses.replace(train_config, learning_rate=0.5), corpus, tmp_path)
+    assert not lock.is_held(tmp_path / ".lock")

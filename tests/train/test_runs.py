@@ -104,3 +104,15 @@ def test_without_matplotlib_there_is_a_line_and_no_picture(tmp_path, monkeypatch
     with pytest.raises(ClockhandError, match="needs matplotlib"):
         draw_curves(tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_run_whose_log_is_damaged_is_named_and_the_others_are_listed(tmp_path):
+    notes = []
+    for name, line in {"good": '{"step": 0, "val/loss": 2.0}', "bad": '{"step": 0, "val/loss": "two"}'}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text('{"model": {}, "train": {"steps": 3}}')
+        (tmp_path / name / "log.jsonl").write_text(line + "\n")
+    assert [run.folder for run in find_runs(tmp_path, notes.append)] == [str(tmp_path / "good")]
+    (note,) = notes
+    assert "bad is left out: line 1 of" in note
+    assert note.endswith("has val/loss = 'two', which is no number")
