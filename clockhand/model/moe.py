@@ -7,7 +7,8 @@ With k = 1 and renormalisation the weight is always 1, so the language-model los
 only the balance loss trains it (MiniMind-3 is such a model).
 
 The dispatch sorts the (token, choice) pairs by expert and runs each expert once on its contiguous rows; training and
-inference share it. `forward_reference` says the same with a loop over tokens.
+inference share it. `forward_reference` says the same with a loop over tokens. A block compiled for a CPU runs its
+experts by `moe_groups.py` instead, which leaves the compiler nothing open.
 """
 
 from typing import NamedTuple
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from clockhand.config import ModelConfig
 from clockhand.model.mlp import make_mlp
+from clockhand.model.moe_groups import can_group, run_experts
 
 
 class Routing(NamedTuple):
@@ -67,6 +69,8 @@ class MixtureOfExperts(nn.Module):
 
         `is_token` (B, T) bool is False at padding, which visits no expert, gets 0 and does not count as load.
         """
+        if torch.compiler.is_compiling() and self.is_one_graph(x.device) and is_token is None:
+            return self.forward_grouped(x)
         tokens = x.flatten(0, -2)  # (N, D), N = B·T
         counted = None if is_token is None else is_token.flatten()
         routing = self.route(tokens)
@@ -86,6 +90,13 @@ class MixtureOfExperts(nn.Module):
         mixed = torch.zeros_like(tokens).index_add(0, rows // self.k, answers.to(x.dtype) * weights)
         return mixed.view_as(x), balance_loss(routing, counted)
 
+    def forward_grouped(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """`forward` without padding, by `moe_groups.py`: no shape depends on the values of x."""
+        tokens = x.flatten(0, -2)
+        routing = self.route(tokens)
+        mixed = run_experts(tokens, self.experts, routing.experts, routing.weights)
+        return mixed.view_as(x), balance_loss(routing)
+
     def forward_reference(self, x: Tensor, is_token: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The same, one token at a time. The definition, kept for tests."""
         tokens = x.flatten(0, -2)
@@ -97,6 +108,10 @@ class MixtureOfExperts(nn.Module):
                 for expert, weight in zip(routing.experts[n].tolist(), routing.weights[n]):
                     mixed[n] = mixed[n] + weight.to(x.dtype) * self.experts[expert](token)
         return mixed.view_as(x), balance_loss(routing, counted)
+
+    def is_one_graph(self, device: torch.device) -> bool:
+        """Whether a compiled block on `device` can be one graph, its experts included."""
+        return device.type == "cpu" and can_group(self.experts)
 
     def route(self, tokens: Tensor) -> Routing:
         """Where `tokens` (N, D) would go."""
