@@ -9,8 +9,9 @@ What makes it fast:
     no call, no copy, whatever type they are stored in; torch's own reaches a third of the bandwidth
   * the step, from the embedding to the logits, is one graph and one parallel region. What later loops read many times
     is put into memory (`stored`), or inductor would compute it again for every row of a matrix
-  * attention reads blocks of 32 slots, keys with the slots side by side: whole vectors, no sums across lanes, and only
-    the blocks that hold something. Their number is the one size that stays open in the graph, so it is compiled once
+  * attention reads blocks of 64 slots, each from its first number to its last: 16 slots of a key's dimension side by
+    side, then 16 dimensions of a value, so that no sum goes across the lanes of a vector; and only the blocks that hold
+    something. Their number is the one size that stays open in the graph, so it is compiled once
   * the compiled graph lies in the user's cache folder, and the next process loads it in milliseconds
 
 The arithmetic of one block is written once, in `block`, for both ways; what differs is how a matrix is multiplied and
@@ -49,8 +50,12 @@ from clockhand.model.packed import GROUP, Matrix, Packed, check_precision, pack,
 from clockhand.model.rope import rotate, rotation
 from clockhand.model.transformer import Transformer
 
-SLOTS = 32
-"""Slots in a block of the cache: two vectors of 16 fp32 numbers, or one of 32 bf16."""
+SLOTS = 64
+"""Slots in a block of the cache."""
+LANES = 16
+"""fp32 numbers in a vector."""
+UNSEEN = -1e30
+"""Added to the score of what must not be seen. Not -inf: in a block of nothing else, -inf - -inf would be no number."""
 QUERIES = 128
 """Queries of a prompt that attend at once."""
 SPARE = 64
@@ -302,9 +307,9 @@ class Step(nn.Module):
     def forward(
         self,
         weights: Weights,
-        keys: list[Tensor],  # for each layer (blocks, K, Dh, 32)
-        values: list[Tensor],  # for each layer (blocks, K, 32, Dh)
-        seen: Tensor,  # (blocks, 32) fp32: 0 at slots that are seen, -inf elsewhere
+        keys: list[Tensor],  # for each layer (blocks, K, 64/16, Dh, 16)
+        values: list[Tensor],  # for each layer (blocks, K, Dh/16, 64, 16)
+        seen: Tensor,  # (blocks, 64) fp32: 0 at slots that are seen, UNSEEN elsewhere
         id: Tensor,  # (1,)
         position: Tensor,  # (1,)
         turned: list[Tensor],  # cos and sin of the position, each (1, Dh/2); empty without RoPE
@@ -348,27 +353,44 @@ class Step(nn.Module):
         return mix
 
 
+def cache_shapes(config: ModelConfig, blocks: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Of a layer's keys and values. A head that is no multiple of 16 wide fills its vectors less."""
+    lanes = math.gcd(config.head_dim, LANES)
+    keys = (blocks, config.n_kv_heads, SLOTS // LANES, config.head_dim, LANES)
+    return keys, (blocks, config.n_kv_heads, config.head_dim // lanes, SLOTS, lanes)
+
+
 def remember(memory: tuple[Tensor, Tensor], k: Tensor, v: Tensor, positions: Tensor) -> None:
     """Writes k and v (T, K, Dh) at `positions` (T,)."""
     keys, values = memory
-    block, slot = positions // SLOTS, positions % SLOTS  # (T,)
+    lanes = values.shape[-1]
+    block, slot = positions // SLOTS, positions % SLOTS
+    block, slot = block[:, None, None], slot[:, None, None]  # (T, 1, 1)
     head, dim = torch.arange(k.shape[1])[:, None], torch.arange(k.shape[2])  # (K, 1), (Dh,)
-    where = block[:, None, None], head, dim, slot[:, None, None]
-    keys.index_put_(where, k.to(keys.dtype))
-    values.index_put_((where[0], where[1], where[3], where[2]), v.to(values.dtype))
+    keys.index_put_((block, head, slot // LANES, dim, slot % LANES), k.to(keys.dtype))
+    values.index_put_((block, head, dim // lanes, slot, dim % lanes), v.to(values.dtype))
 
 
 def attend_one(q: Tensor, memory: tuple[Tensor, Tensor], seen: Tensor) -> Tensor:
-    """q (1, H, Dh) over all blocks of the cache -> (1, H, Dh). The heads of a group share every number that is read."""
-    keys, values = (each.transpose(0, 1) for each in memory)  # (K, blocks, Dh, 32), (K, blocks, 32, Dh)
-    q = q[0].unflatten(0, (keys.shape[0], -1))  # (K, G, Dh)
-    group = range(q.shape[1])
+    """q (1, H, Dh) over all blocks of the cache -> (1, H, Dh). The heads of a group share every number that is read.
+
+    Every block has a softmax of its own, the threads share the blocks, and at the end each counts by how its largest
+    score compares to the largest of all.
+    """
+    keys, values = memory
+    q = q[0].unflatten(0, (keys.shape[1], -1))  # (K, G, Dh)
+    group, scale = range(q.shape[1]), 1 / math.sqrt(q.shape[-1])
     # Bare sums: what else is done to them would be a loop of its own for each of the group.
-    products = [(keys.float() * q[:, g, None, :, None]).sum(2) for g in group]  # each (K, blocks, 32)
-    score = stored(torch.stack(products, dim=1)) / math.sqrt(q.shape[-1]) + seen  # (K, G, blocks, 32)
-    weight = stored(torch.softmax(score.flatten(2), dim=-1)).view(score.shape)
-    mixed = [(weight[:, g, :, :, None] * values.float()).sum((1, 2)) for g in group]  # each (K, Dh)
-    return stored(torch.stack(mixed, dim=1)).flatten(0, 1)[None]
+    products = [(keys.float() * q[:, g, None, :, None]).sum(3) for g in group]  # each (blocks, K, 64/16, 16)
+    score = stored(torch.stack(products, dim=2)).flatten(3) + seen[:, None, None]  # (blocks, K, G, 64)
+    peak = score.amax(-1)  # (blocks, K, G)
+    weight = torch.exp((score - peak[..., None]) * scale)
+    total = weight.sum(-1)
+    sums = [(weight[:, :, g, None, :, None] * values.float()).sum(3) for g in group]  # each (blocks, K, Dh/16, 16)
+    mixed = stored(torch.stack(sums, dim=2)).flatten(3)  # (blocks, K, G, Dh)
+    share = stored(torch.exp((peak - peak.amax(0)) * scale))
+    attended = (mixed * share[..., None]).sum(0) / (total * share).sum(0)[..., None]  # (K, G, Dh)
+    return stored(attended).flatten(0, 1)[None]
 
 
 # ---- compiled, and kept ----
@@ -404,7 +426,7 @@ def _source() -> str:
     """The code of everything that ends up in the graph."""
     parts: tuple[Any, ...] = (stack_weights, _joined, matrix_of, block, dense, norm, biased, stored, hidden_norm)
     parts += (head_of, embed, product_with_one, Step, remember, attend_one, _compile, unpack, rotate)
-    return f"{SLOTS} {GROUP}" + "".join(inspect.getsource(part) for part in parts)
+    return f"{SLOTS} {LANES} {GROUP}" + "".join(inspect.getsource(part) for part in parts)
 
 
 def is_compiled(config: ModelConfig, precision: str, cache_dtype: torch.dtype = torch.float32) -> bool:
@@ -647,7 +669,7 @@ class Decoder:
         number = torch.tensor((id,))
         if self._run is None:
             return Step(self.config)(*self._inputs(number, position, blocks))
-        if len(self._views) == 0 or self._views[-1].shape[0] != blocks:  # sixty tensors: only every 32 tokens
+        if len(self._views) == 0 or self._views[-1].shape[0] != blocks:  # sixty tensors: only every 64 tokens
             _, keys, values, seen, *_ = self._inputs(number, position, blocks)
             self._views = [*self.weights.values(), *keys, *values, seen]
         rows = slice(position, self.length)
@@ -678,14 +700,14 @@ class Decoder:
 
     def _see_all(self) -> None:
         window = self.config.sliding_window
-        self._seen.fill_(-math.inf)
+        self._seen.fill_(UNSEEN)
         self._seen.view(-1)[self._slots[max(0, self.length - window + 1) if window else 0 : self.length]] = 0
 
     def _see(self, position: int) -> None:
         window = self.config.sliding_window
         self._seen.view(-1)[self._slots[position]] = 0
         if window and position >= window:
-            self._seen.view(-1)[self._slots[position - window]] = -math.inf
+            self._seen.view(-1)[self._slots[position - window]] = UNSEEN
 
     def _inputs(self, id: Tensor, position: int, blocks: int) -> tuple[Any, ...]:
         rows = slice(position, position + 1)
@@ -720,18 +742,15 @@ class Decoder:
         blocks, config = max(needed, 2 * held), self.config
         if self._ring:
             blocks = min(blocks, self._ring // SLOTS)
-        for tensors, sides in (
-            (self._keys, (config.head_dim, SLOTS)),
-            (self._values, (SLOTS, config.head_dim)),
-        ):
+        for tensors, shape in zip((self._keys, self._values), cache_shapes(config, blocks)):
             old = list(tensors)
             tensors.clear()
             for layer in range(config.n_layers):
-                grown = torch.zeros(blocks, config.n_kv_heads, *sides, dtype=self.cache_dtype)
+                grown = torch.zeros(shape, dtype=self.cache_dtype)
                 if old:
                     grown[:held] = old[layer]
                 tensors.append(grown)
-        seen = torch.full((blocks, SLOTS), -math.inf)
+        seen = torch.full((blocks, SLOTS), UNSEEN)
         seen[:held] = self._seen
         self._seen, self._views = seen, []
 
@@ -792,11 +811,14 @@ def product_with_many(x: Tensor, matrix: Matrix) -> Tensor:
 
 def remember_many(memory: tuple[Tensor, Tensor], k: Tensor, v: Tensor, positions: Tensor, begin: int) -> None:
     """`remember`, with whole blocks copied as such."""
+    keys, values = memory
     whole = 0 if begin % SLOTS else len(k) // SLOTS * SLOTS
     blocks = slice(begin // SLOTS, (begin + whole) // SLOTS)
     if whole:
-        memory[0][blocks] = k[:whole].unflatten(0, (-1, SLOTS)).permute(0, 2, 3, 1).to(memory[0].dtype)
-        memory[1][blocks] = v[:whole].unflatten(0, (-1, SLOTS)).permute(0, 2, 1, 3).to(memory[1].dtype)
+        k_blocks = k[:whole].view(-1, SLOTS // LANES, LANES, *k.shape[1:])  # (blocks, 64/16, 16, K, Dh)
+        v_blocks = v[:whole].view(-1, SLOTS, v.shape[1], *values.shape[2::2])  # (blocks, 64, K, Dh/16, 16)
+        keys[blocks] = k_blocks.permute(0, 3, 1, 4, 2).to(keys.dtype)
+        values[blocks] = v_blocks.permute(0, 2, 3, 1, 4).to(values.dtype)
     if whole < len(k):
         remember(memory, k[whole:], v[whole:], positions[whole:])
 
@@ -804,15 +826,17 @@ def remember_many(memory: tuple[Tensor, Tensor], k: Tensor, v: Tensor, positions
 def recall(memory: tuple[Tensor, Tensor], length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """The first `length` keys and values of a cache, each (S, K, Dh)."""
     blocks = -(-length // SLOTS)
-    keys = memory[0][:blocks].permute(0, 3, 1, 2)  # (blocks, 32, K, Dh)
-    values = memory[1][:blocks].permute(0, 2, 1, 3)
-    return keys.flatten(0, 1)[:length].to(dtype), values.flatten(0, 1)[:length].to(dtype)
+    keys = memory[0][:blocks].permute(0, 2, 4, 1, 3)  # (blocks, 64/16, 16, K, Dh)
+    values = memory[1][:blocks].permute(0, 3, 1, 2, 4)  # (blocks, 64, K, Dh/16, 16)
+    return keys.flatten(0, 2)[:length].to(dtype), values.flatten(3).flatten(0, 1)[:length].to(dtype)
 
 
 def recall_slots(memory: tuple[Tensor, Tensor], slots: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """The keys and values in `slots` (S,), in their order, each (S, K, Dh)."""
+    keys, values = memory
     block, slot = slots // SLOTS, slots % SLOTS
-    return memory[0][block, :, :, slot].to(dtype), memory[1][block, :, slot].to(dtype)
+    picked = keys[block, :, slot // LANES, :, slot % LANES]  # (S, K, Dh)
+    return picked.to(dtype), values[block, :, :, slot].flatten(2).to(dtype)
 
 
 def attend_many(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:

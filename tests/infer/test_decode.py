@@ -15,7 +15,7 @@ from clockhand.model.cache import KVCache
 from clockhand.model.packed import PRECISIONS, packed
 from clockhand.model.transformer import Transformer
 
-SMALL = dict(vocab_size=37, d_model=32, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, d_ff=64, max_seq_len=80)
+SMALL = dict(vocab_size=37, d_model=32, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, d_ff=64, max_seq_len=145)
 KINDS = {
     "dense": dict(),
     "qk_norm": dict(qk_norm=True, attention_bias="qkv"),
@@ -36,7 +36,7 @@ KINDS = {
     "llama3": dict(rope_scaling="llama3", rope_factor=4.0, rope_original_max_seq_len=8),
     "dynamic": dict(rope_scaling="dynamic", rope_factor=2.0, rope_original_max_seq_len=4),
 }
-TOKENS = 70  # more than two blocks of the cache
+TOKENS = 135  # more than two blocks of the cache
 # Sums in another order, over logits of size 1 to 10; a wrong position or head is off by whole units.
 EXACT = dict(rtol=1e-4, atol=1e-4)
 
