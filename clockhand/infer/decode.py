@@ -19,17 +19,12 @@ how the cache is looked at. Activations are fp32 in `step`. `model/transformer.p
 against. Many texts at once are the engine's work, how a token is drawn is in `sampling.py`.
 """
 
-import hashlib
-import inspect
 import math
-import os
-import shutil
 import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -41,10 +36,9 @@ from torch import Tensor, nn
 
 from clockhand.config import ModelConfig
 from clockhand.count import total_parameters
-from clockhand.disk import new_file
 from clockhand.errors import ClockhandError
+from clockhand.infer.graphs import Run, compiler, graph_file, load_or_compile, sources
 from clockhand.model.attention import Attention
-from clockhand.model.mlp import SwiGLU
 from clockhand.model.moe import MixtureOfExperts, route
 from clockhand.model.packed import GROUP, Matrix, Packed, check_precision, pack, precision_of, unpack
 from clockhand.model.rope import rotate, rotation
@@ -74,7 +68,7 @@ Weights = dict[str, Tensor]
 
 
 def stack_weights(model: Transformer, precision: str) -> Weights:
-    """The weights of `model`, matrices in `precision`: L first, q, k and v in one matrix, gate and up in one."""
+    """The weights of `model`, matrices in `precision`: L first, q, k and v in one matrix."""
     config = model.config
     blocks: list[Any] = list(model.blocks)
     weights: Weights = {}
@@ -118,27 +112,21 @@ def stack_weights(model: Transformer, precision: str) -> Weights:
         vector(name, [getattr(module, "weight", None) for module in modules])
         vector(name + ".bias", [getattr(module, "bias", None) for module in modules])
 
-    # The MLPs of a layer, one or E: (L, F or 2F, D), or (L, E, F or 2F, D).
-    rising: list[Matrix] = []
-    rising_bias: list[Tensor | None] = []
-    falling: list[Matrix] = []
-    falling_bias: list[Tensor | None] = []
-    for block in blocks:
-        mlps: list[Any] = list(block.mlp.experts) if isinstance(block.mlp, MixtureOfExperts) else [block.mlp]
-        ups = [[mlp.gate_proj, mlp.up_proj] if isinstance(mlp, SwiGLU) else [mlp.up_proj] for mlp in mlps]
-        up, down = [beside(parts) for parts in ups], [kept(mlp.down_proj) for mlp in mlps]
-        rising.append(_joined(up, torch.stack) if config.is_moe else up[0])
-        falling.append(_joined(down, torch.stack) if config.is_moe else down[0])
+    # The MLPs of a layer, one or E: (L, F, D), or (L, E, F, D).
+    for name in ("gate", "up", "down") if config.mlp == "swiglu" else ("up", "down"):
+        matrices: list[Matrix] = []
+        biases: list[Tensor | None] = []
+        for block in blocks:
+            mlps: list[Any] = list(block.mlp.experts) if isinstance(block.mlp, MixtureOfExperts) else [block.mlp]
+            linears = [getattr(mlp, name + "_proj") for mlp in mlps]
+            parts = [kept(linear) for linear in linears]
+            matrices.append(_joined(parts, torch.stack) if config.is_moe else parts[0])
+            if config.mlp_bias:
+                bias = torch.stack([linear.bias for linear in linears])
+                biases.append(bias if config.is_moe else bias[0])
+        matrix(name, matrices)
         if config.mlp_bias:
-            up_bias = torch.stack([torch.cat([each.bias for each in parts]) for parts in ups])
-            down_bias = torch.stack([mlp.down_proj.bias for mlp in mlps])
-            rising_bias.append(up_bias if config.is_moe else up_bias[0])
-            falling_bias.append(down_bias if config.is_moe else down_bias[0])
-    matrix("up", rising)
-    matrix("down", falling)
-    if config.mlp_bias:
-        vector("up.bias", rising_bias)
-        vector("down.bias", falling_bias)
+            vector(name + ".bias", biases)
     if config.is_moe:  # where a token goes is a matter of small differences: not rounded
         weights["router"] = torch.stack([block.mlp.router.weight.detach().float() for block in blocks])
     return weights
@@ -225,26 +213,21 @@ def dense(
 ) -> Tensor:
     """The MLP of a layer, or one expert of it, (T, D) -> (T, D)."""
 
-    def part(name: str, rows: slice = slice(None)) -> Matrix:
-        whole = matrix_of(weights, name, layer)
+    def multiplied(x: Tensor, name: str) -> Tensor:
+        matrix, bias = matrix_of(weights, name, layer), weights.get(name + ".bias")
         if expert is not None:
-            whole = Matrix(whole.data[expert], whole.scale[expert] if whole.scale.numel() else whole.scale)
-        return Matrix(whole.data[rows], whole.scale[rows] if whole.scale.numel() else whole.scale)
-
-    def bias(y: Tensor, name: str, rows: slice = slice(None)) -> Tensor:
-        if name + ".bias" not in weights:
+            matrix = Matrix(matrix.data[expert], matrix.scale[expert] if matrix.scale.numel() else matrix.scale)
+        y = product(x, matrix)
+        if bias is None:
             return y
-        values = weights[name + ".bias"][layer]
-        return y + (values if expert is None else values[expert])[rows].to(y.dtype)
+        return y + (bias[layer] if expert is None else bias[layer][expert]).to(y.dtype)
 
     if config.mlp == "swiglu":
-        gate, up = slice(0, config.d_ff), slice(config.d_ff, None)
-        opened = F.silu(bias(product(x, part("up", gate)), "up", gate))
-        inner = opened * bias(product(x, part("up", up)), "up", up)
+        inner = F.silu(multiplied(x, "gate")) * multiplied(x, "up")
     else:
-        inner = bias(product(x, part("up")), "up")
+        inner = multiplied(x, "up")
         inner = F.gelu(inner) if config.mlp == "gelu" else F.relu(inner)
-    return bias(product(stored(inner), part("down")), "down")
+    return multiplied(stored(inner), "down")
 
 
 def norm(config: ModelConfig, weights: Weights, name: str, layer: int, x: Tensor) -> Tensor:
@@ -396,45 +379,20 @@ def attend_one(q: Tensor, memory: tuple[Tensor, Tensor], seen: Tensor) -> Tensor
 # ---- compiled, and kept ----
 
 
-def cache_folder() -> Path:
-    """Where compiled steps are kept: $CLOCKHAND_CACHE, else clockhand under the user's cache folder."""
-    own = os.environ.get("CLOCKHAND_CACHE")
-    return Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "clockhand"
-
-
-def compiler() -> str | None:
-    """The C++ compiler that inductor would call, or None where there is none."""
-    names = [os.environ.get("CXX"), "clang++" if sys.platform == "darwin" else "g++"]
-    return next((found for name in names if name and (found := shutil.which(name))), None)
-
-
-def step_key(config: ModelConfig, precision: str, cache_dtype: torch.dtype) -> str:
-    """Names everything the compiled step depends on: this code, the architecture, torch, the CPU, the threads."""
-    parts = [
-        _source(),
-        repr(config),
-        f"{precision} {cache_dtype}",
-        torch.__version__,
-        repr(sorted((name, str(value)) for name, value in torch.cpu.get_capabilities().items())),
-        str(torch.get_num_threads()),
-    ]
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:24]
-
-
-@cache
-def _source() -> str:
-    """The code of everything that ends up in the graph."""
-    parts: tuple[Any, ...] = (stack_weights, _joined, matrix_of, block, dense, norm, biased, stored, hidden_norm)
-    parts += (head_of, embed, product_with_one, Step, remember, attend_one, _compile, unpack, rotate)
-    return f"{SLOTS} {LANES} {GROUP}" + "".join(inspect.getsource(part) for part in parts)
-
-
 def is_compiled(config: ModelConfig, precision: str, cache_dtype: torch.dtype = torch.float32) -> bool:
     return _package(config, precision, cache_dtype).is_file()
 
 
 def _package(config: ModelConfig, precision: str, cache_dtype: torch.dtype) -> Path:
-    return cache_folder() / f"step-{step_key(config, precision, cache_dtype)}.pt2"
+    """The file of the compiled step, named for all that ends up in it."""
+    return graph_file("step", [_source(), repr(config), f"{precision} {cache_dtype}"])
+
+
+@cache
+def _source() -> str:
+    parts: tuple[Any, ...] = (stack_weights, _joined, matrix_of, block, dense, norm, biased, stored, hidden_norm)
+    parts += (head_of, embed, product_with_one, Step, remember, attend_one, _export, unpack, rotate)
+    return f"{SLOTS} {LANES} {GROUP}" + sources(*parts)
 
 
 def compile_seconds(config: ModelConfig) -> float:
@@ -483,41 +441,16 @@ def decoder_for(model: nn.Module, reach: int, new_tokens: int) -> "Decoder | Non
         return None
 
 
-def compiled(
-    config: ModelConfig, precision: str, cache_dtype: torch.dtype, inputs: tuple[Any, ...]
-) -> Callable[[list[Tensor]], list[Tensor]]:
+def compiled(config: ModelConfig, precision: str, cache_dtype: torch.dtype, inputs: tuple[Any, ...]) -> Run:
     """The step as a function of its flat inputs, out of the cache folder, or compiled into it.
 
     `inputs` are an example. Raises `ClockhandError` where it has to be compiled and no C++ compiler is found.
     """
-    package = _package(config, precision, cache_dtype)
-    with _ONE_AT_A_TIME:
-        if package.is_file():
-            with suppress(RuntimeError):  # a damaged file is made again
-                return _loaded(package)
-        if compiler() is None:
-            raise ClockhandError("compiling the decode step needs a C++ compiler (g++, or the one named in CXX)")
-        _compile(config, inputs, package)
-        return _loaded(package)
+    return load_or_compile(_package(config, precision, cache_dtype), lambda: _export(config, inputs))
 
 
-_ONE_AT_A_TIME = threading.Lock()
-"""Compiling changes settings of the whole process, and two threads would write the same file."""
-
-
-def _loaded(package: Path) -> Callable[[list[Tensor]], list[Tensor]]:
-    from torch._C._aoti import AOTIModelPackageLoader
-
-    with _quiet():  # it warns of other instruction sets, which the key already tells apart
-        return AOTIModelPackageLoader(str(package), "model", False, 1, -1).run
-
-
-def _compile(config: ModelConfig, inputs: tuple[Any, ...], package: Path) -> None:
-    import torch._inductor
-    import torch._inductor.config as inductor
-    from torch.export import Dim
-
-    blocks = Dim("blocks", min=2, max=1 << 20)
+def _export(config: ModelConfig, inputs: tuple[Any, ...]) -> torch.export.ExportedProgram:
+    blocks = torch.export.Dim("blocks", min=2, max=1 << 20)
     weights, keys, values, _, _, _, turned, learned = inputs
     open_sizes = (
         dict.fromkeys(weights),
@@ -529,31 +462,7 @@ def _compile(config: ModelConfig, inputs: tuple[Any, ...], package: Path) -> Non
         [None for _ in turned],
         [None for _ in learned],
     )
-    # A product and a sum in one instruction; and no check of an index in the middle of a loop: ids are checked before.
-    changes: Any = {"cpp.enable_floating_point_contract_flag": "fast", "assert_indirect_indexing": False}
-    with _quiet(), torch.no_grad(), inductor.patch(changes), new_file(package) as unfinished:
-        exported = torch.export.export(Step(config), inputs, dynamic_shapes=open_sizes)
-        # It insists on the ending .pt2.
-        beside = unfinished.with_name(unfinished.name + ".pt2")
-        torch._inductor.aoti_compile_and_package(exported, package_path=str(beside))
-        beside.replace(unfinished)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without the warnings and log lines of torch's compiler, which are addressed to its authors."""
-    import logging
-    import warnings
-
-    logger = logging.getLogger("torch")
-    before = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logger.setLevel(before)
+    return torch.export.export(Step(config), inputs, dynamic_shapes=open_sizes)
 
 
 # ---- one text ----
@@ -624,7 +533,7 @@ class Decoder:
         self._seen = torch.empty(0, SLOTS)
         self._views: list[Tensor] = []
         self._reserve(4 * SLOTS)
-        self._run: Callable[[list[Tensor]], list[Tensor]] | None = None
+        self._run: Run | None = None
         started, known = time.perf_counter(), is_compiled(config, precision, self.cache_dtype)
         if compile:
             example = self._inputs(torch.zeros(1, dtype=torch.int64), 0, 4)
@@ -639,7 +548,7 @@ class Decoder:
         for name, tensor in self.weights.items():
             if not tied and name.startswith("embedding"):
                 continue  # one row of it
-            total += tensor.nbytes * (share if name.split(".")[0] in ("up", "down") else 1)
+            total += tensor.nbytes * (share if name.split(".")[0] in ("gate", "up", "down") else 1)
         return round(total)
 
     @torch.no_grad()

@@ -6,7 +6,7 @@ from torch._dynamo.utils import counters
 
 from clockhand.config import ModelConfig
 from clockhand.errors import ClockhandError
-from clockhand.infer import decode
+from clockhand.infer import decode, graphs
 from clockhand.infer.decode import Decoder
 from clockhand.infer.generate import generate
 from clockhand.infer.quantize import rounded
@@ -149,7 +149,7 @@ def test_what_a_ring_has_written_over_stays_lost_after_a_text_was_cut_short():
 
 def test_a_damaged_compiled_step_is_compiled_again(monkeypatch, tmp_path):
     monkeypatch.setenv("CLOCKHAND_CACHE", str(tmp_path))
-    monkeypatch.setattr(decode, "compiler", lambda: "g++")
+    monkeypatch.setattr(graphs, "compiler", lambda: "g++")
     model = make_model(n_layers=1)
     package = decode._package(model.config, "fp32", torch.float32)
     package.parent.mkdir(parents=True, exist_ok=True)
@@ -161,8 +161,8 @@ def test_a_damaged_compiled_step_is_compiled_again(monkeypatch, tmp_path):
             raise RuntimeError("Failed to initialize zip archive")
         return lambda inputs: [torch.zeros(37)]
 
-    monkeypatch.setattr(decode, "_loaded", load)
-    monkeypatch.setattr(decode, "_compile", lambda config, inputs, path: compiled.append(path.write_bytes(b"whole")))
+    monkeypatch.setattr(graphs, "load", load)
+    monkeypatch.setattr(graphs, "compile_into", lambda path, export: compiled.append(path.write_bytes(b"whole")))
     Decoder(model)
     assert len(compiled) == 1
     Decoder(model)
@@ -172,7 +172,8 @@ def test_a_damaged_compiled_step_is_compiled_again(monkeypatch, tmp_path):
 def test_where_the_compiled_step_cannot_be_kept_text_comes_the_plain_way(monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("CLOCKHAND_CACHE", str(tmp_path / "file" / "cache"))
     (tmp_path / "file").write_text("no folder")
-    monkeypatch.setattr(decode, "compiler", lambda: "g++")
+    for module in (decode, graphs):
+        monkeypatch.setattr(module, "compiler", lambda: "g++")
     monkeypatch.setattr(decode, "is_worth_compiling", lambda *ignored: True)
     assert decode.decoder_for(make_model(n_layers=1), 40, 30) is None
     assert "plain, slower way" in capsys.readouterr().err
@@ -229,12 +230,12 @@ def test_only_the_weights_of_the_chosen_experts_count_as_read():
 
 def test_without_a_compiler_compiling_is_refused_in_one_line(monkeypatch, tmp_path):
     monkeypatch.setenv("CLOCKHAND_CACHE", str(tmp_path))
-    monkeypatch.setattr(decode, "compiler", lambda: None)
+    monkeypatch.setattr(graphs, "compiler", lambda: None)
     with pytest.raises(ClockhandError, match=r"needs a C\+\+ compiler"):
         Decoder(make_model())
 
 
-@pytest.mark.skipif(decode.compiler() is None, reason="needs a C++ compiler")
+@pytest.mark.skipif(graphs.compiler() is None, reason="needs a C++ compiler")
 def test_one_graph_is_compiled_for_all_lengths_and_the_next_decoder_loads_it(monkeypatch, tmp_path):
     monkeypatch.setenv("CLOCKHAND_CACHE", str(tmp_path))
     model = make_model(n_layers=1)
@@ -245,7 +246,7 @@ def test_one_graph_is_compiled_for_all_lengths_and_the_next_decoder_loads_it(mon
     def never(*ignored):
         raise AssertionError("compiled again")
 
-    monkeypatch.setattr(decode, "_compile", never)
+    monkeypatch.setattr(graphs, "compile_into", never)
     plain = plain_logits(model, ids)
     counters.clear()
     torch.testing.assert_close(fast_logits(decoder, ids, read=3), plain[2:], **EXACT)
@@ -258,7 +259,7 @@ def test_one_graph_is_compiled_for_all_lengths_and_the_next_decoder_loads_it(mon
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(decode.compiler() is None, reason="needs a C++ compiler")
+@pytest.mark.skipif(graphs.compiler() is None, reason="needs a C++ compiler")
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_compiled_step_equals_the_plain_model_for_every_kind(kind, monkeypatch, tmp_path):
     monkeypatch.setenv("CLOCKHAND_CACHE", str(tmp_path))
@@ -270,7 +271,7 @@ def test_the_compiled_step_equals_the_plain_model_for_every_kind(kind, monkeypat
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(decode.compiler() is None, reason="needs a C++ compiler")
+@pytest.mark.skipif(graphs.compiler() is None, reason="needs a C++ compiler")
 @pytest.mark.parametrize("precision", ["bf16", "int8", "int4"])
 def test_the_compiled_step_with_a_cache_in_bf16_equals_the_step_as_it_is_written(precision, monkeypatch, tmp_path):
     monkeypatch.setenv("CLOCKHAND_CACHE", str(tmp_path))
@@ -281,7 +282,7 @@ def test_the_compiled_step_with_a_cache_in_bf16_equals_the_step_as_it_is_written
     assert difference.abs().max() < 0.05
 
 
-@pytest.mark.skipif(decode.compiler() is None, reason="needs a C++ compiler")
+@pytest.mark.skipif(graphs.compiler() is None, reason="needs a C++ compiler")
 @pytest.mark.parametrize(
     "precision",
     [each if each in ("fp32", "int8") else pytest.param(each, marks=pytest.mark.slow) for each in PRECISIONS],

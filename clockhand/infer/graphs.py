@@ -1,0 +1,141 @@
+"""Compiled graphs, each compiled once on a machine: kept in the user's cache folder, loaded from there in milliseconds.
+
+    file = graph_file("step", [sources(Step), repr(config)])     everything the graph depends on is in its name
+    run = load_or_compile(file, lambda: torch.export.export(...))
+    logits, = run([*weights, id])                                 its flat inputs, and its outputs
+
+What is in a graph is settled by those who make it: `decode.py` for one text, `fused.py` for many.
+"""
+
+import hashlib
+import inspect
+import os
+import shutil
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from clockhand.disk import new_file
+from clockhand.errors import ClockhandError
+
+Run = Callable[[list[Tensor]], list[Tensor]]
+
+_ONE_AT_A_TIME = threading.Lock()
+"""Compiling changes settings of the whole process, and two threads would write the same file."""
+
+
+def cache_folder() -> Path:
+    """Where compiled graphs are kept: $CLOCKHAND_CACHE, else clockhand under the user's cache folder."""
+    own = os.environ.get("CLOCKHAND_CACHE")
+    return Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "clockhand"
+
+
+def compiler() -> str | None:
+    """The C++ compiler that inductor would call, or None where there is none."""
+    names = [os.environ.get("CXX"), "clang++" if sys.platform == "darwin" else "g++"]
+    return next((found for name in names if name and (found := shutil.which(name))), None)
+
+
+def graph_file(name: str, parts: Sequence[str]) -> Path:
+    """The file of the graph `name` that depends on `parts`, and on torch, the CPU and the number of threads."""
+    everything = [
+        *parts,
+        torch.__version__,
+        repr(sorted((name, str(value)) for name, value in torch.cpu.get_capabilities().items())),
+        str(torch.get_num_threads()),
+        inspect.getsource(sys.modules[__name__]),
+    ]
+    key = hashlib.sha256("\n".join(everything).encode()).hexdigest()[:24]
+    return cache_folder() / f"{name}-{key}.pt2"
+
+
+def sources(*parts: Any) -> str:
+    """The code of functions and classes that end up in a graph."""
+    return "".join(inspect.getsource(part) for part in parts)
+
+
+def load_or_compile(file: Path, export: Callable[[], torch.export.ExportedProgram]) -> Run:
+    """The graph in `file`, or what `export` gives, compiled into it.
+
+    Raises `ClockhandError` where it has to be compiled and no C++ compiler is found, or the file cannot be written.
+    """
+    with _ONE_AT_A_TIME:
+        if file.is_file():
+            with suppress(RuntimeError):  # a damaged file is made again
+                return load(file)
+        if compiler() is None:
+            raise ClockhandError("compiling a step needs a C++ compiler (g++, or the one named in CXX)")
+        compile_into(file, export)
+        return load(file)
+
+
+def load(file: Path) -> Run:
+    from torch._C._aoti import AOTIModelPackageLoader
+
+    with _quiet():  # it warns of other instruction sets, which the file's name already tells apart
+        return AOTIModelPackageLoader(str(file), "model", False, 1, -1).run
+
+
+def compile_into(file: Path, export: Callable[[], torch.export.ExportedProgram]) -> None:
+    import torch._inductor
+    import torch._inductor.config as inductor
+
+    # A product and a sum in one instruction; and no check of an index in the middle of a loop: ids are checked before.
+    changes: Any = {"cpp.enable_floating_point_contract_flag": "fast", "assert_indirect_indexing": False}
+    with _quiet(), torch.no_grad(), inductor.patch(changes), _ordered_products(), new_file(file) as unfinished:
+        # It insists on the ending .pt2.
+        beside = unfinished.with_name(unfinished.name + ".pt2")
+        torch._inductor.aoti_compile_and_package(export(), package_path=str(beside))
+        beside.replace(unfinished)
+
+
+@contextmanager
+def _ordered_products() -> Iterator[None]:
+    """While it lasts, inductor takes a product with a matrix in oneDNN's order (and a sum) as the call it is.
+
+    Its own rules accept only weights that are constants of the graph. Ours are inputs, or each model would have a graph
+    of its own, with a copy of its weights in the file.
+    """
+    import torch._inductor.compile_fx  # or the product is not known to it yet
+    from torch._inductor.ir import TensorBox
+    from torch._inductor.lowering import lowerings
+    from torch._inductor.mkldnn_ir import LinearBinary, LinearUnary
+
+    if not torch.backends.mkldnn.is_available():
+        yield
+        return
+    rules: Any = lowerings
+    product = torch.ops.mkldnn._linear_pointwise
+    ours = {
+        product.default: lambda *inputs: TensorBox.create(LinearUnary.create(*inputs)),
+        product.binary: lambda *inputs: TensorBox.create(LinearBinary.create(*inputs)),
+    }
+    before = {name: rules[name] for name in ours}
+    rules.update(ours)
+    try:
+        yield
+    finally:
+        rules.update(before)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the warnings and log lines of torch's compiler, which are addressed to its authors."""
+    import logging
+    import warnings
+
+    logger = logging.getLogger("torch")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(before)
