@@ -799,8 +799,8 @@ def validate(
 
 # ── speed ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-BENCHES = ("decode", "prefill", "batch", "moe", "context", "train")
-BESIDE: dict[str, tuple[str, ...]] = {"moe": (), "context": (), "train": ("transformers",)}
+BENCHES = ("decode", "prefill", "batch", "moe", "context", "train", "experts")
+BESIDE: dict[str, tuple[str, ...]] = {"moe": (), "experts": (), "context": (), "train": ("transformers",)}
 """Where not all peers run beside."""
 
 
@@ -809,7 +809,7 @@ def bench(
     work: Annotated[str, typer.Argument(metavar="WORK", help=" | ".join(BENCHES))],
     preset: Annotated[
         str | None,
-        typer.Option(help="The model, with random weights.", show_default="mini-llama; minimind-3-moe for moe"),
+        typer.Option(help="The model, with random weights.", show_default="mini-llama; minimind-3-moe for moe, experts"),
     ] = None,
     peer: Annotated[
         str | None,
@@ -831,7 +831,7 @@ def bench(
         refuse_idle(
             {"--peer": next((name for name in peers if name not in BESIDE.get(work, peers)), None)}, f"with {work}"
         )
-    preset = preset or ("minimind-3-moe" if work == "moe" else "mini-llama")
+    preset = preset or ("minimind-3-moe" if work in ("moe", "experts") else "mini-llama")
     if work != "context":
         refuse_idle({"--figure": figure}, f"with {work}")
     result = import_module(f"clockhand.bench.{work}").run(preset, peers)

@@ -10,13 +10,19 @@ DENSE = {"minimind-3-moe": "minimind-3"}
 """63,936,768 active parameters beside 63,912,192."""
 
 
-def run(preset: str, peers: list[str], rounds: int = 5, new_tokens: int = 48) -> Report:
-    """There are no peers in this one. Raises `ClockhandError` for a `preset` without a dense twin."""
+def dense_twin(preset: str) -> str:
+    """The dense preset with as many active parameters. Raises `ClockhandError` where there is none."""
     if preset not in DENSE:
         raise ClockhandError(f"preset = {preset} has no dense twin of as many active parameters: {', '.join(DENSE)}")
-    with contest(preset, max_seq_len=1024) as moe, contest(DENSE[preset], max_seq_len=1024) as dense:
+    return DENSE[preset]
+
+
+def run(preset: str, peers: list[str], rounds: int = 5, new_tokens: int = 48) -> Report:
+    """There are no peers in this one. Raises `ClockhandError` for a `preset` without a dense twin."""
+    twin = dense_twin(preset)
+    with contest(preset, max_seq_len=1024) as moe, contest(twin, max_seq_len=1024) as dense:
         walls, contestants, bounds = limits(), {}, {}
-        for label, model in ((preset, moe.model), (DENSE[preset], dense.model)):
+        for label, model in ((preset, moe.model), (twin, dense.model)):
             decoder = Decoder(model, "bf16")
             contestants[label] = ours(decoder, new_tokens)
             bounds[label] = walls.decode_tok_per_s(decoder.info.weight_bytes)

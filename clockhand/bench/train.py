@@ -27,6 +27,9 @@ from clockhand.train.settle import can_compile
 
 BATCH_SIZE, SEQ_LEN = 8, 512
 
+Work = dict[str, tuple[Callable[..., Callable[[], object]], ModelConfig, TrainConfig]]
+"""The contestants by name: what makes a step, of which model, trained how."""
+
 
 @dataclass(frozen=True)
 class Contestant:
@@ -47,6 +50,8 @@ class TrainReport:
     flops_per_token: float
     """Of all products, forward and backward: 6 for each weight in one, and attention."""
     results: dict[str, Contestant]
+    first: str = "ours"
+    """The word for the first of them, which the others are compared with."""
 
     def share(self, name: str) -> float:
         """Of the matrix products this machine can do (in bf16, or fp32 for an fp32 contestant)."""
@@ -65,7 +70,7 @@ class TrainReport:
             "results": {
                 name: {
                     "tok_per_s": each.tok_per_s.as_json(),
-                    "ratio": self._best().tok_per_s.median / each.tok_per_s.median,
+                    "ratio": self._first().tok_per_s.median / each.tok_per_s.median,
                     "matmul_share": self.share(name),
                     "first_step_seconds": each.first_step,
                     "peak_bytes": each.peak_bytes,
@@ -80,16 +85,17 @@ class TrainReport:
             f"matrices multiplied at {self.limits.fp32_gflops:.0f} (fp32) and {self.limits.bf16_gflops:.0f} (bf16) "
             f"GFLOP/s; {self.flops_per_token / 1e6:.0f} MFLOP a token"
         )
-        best = self._best().tok_per_s.median
+        width = max(18, *map(len, self.results))
+        base = self._first().tok_per_s.median
         for name, each in self.results.items():
             speed = f"{each.tok_per_s.median:8,.0f} tok/s ±{each.tok_per_s.spread / 2:.0%}"
             memory = "" if each.peak_bytes is None else f"  {each.peak_bytes / 1e9:.2f} GB"
             share = f"{self.share(name):4.0%} of the products' limit"
-            ratio = f"ours is {best / each.tok_per_s.median:.2f} ×"
-            yield f"  {name:<18} {speed}  {ratio}  {share}  first step {each.first_step:.1f} s{memory}"
+            ratio = f"{self.first} is {base / each.tok_per_s.median:.2f} ×"
+            yield f"  {name:<{width}} {speed}  {ratio}  {share}  first step {each.first_step:.1f} s{memory}"
 
-    def _best(self) -> Contestant:
-        return next(iter(self.results.values()))  # ours, as `train` settles it
+    def _first(self) -> Contestant:
+        return next(iter(self.results.values()))
 
 
 def run(
@@ -99,28 +105,36 @@ def run(
     model = build(preset, **changes)
     if seq_len > model.max_seq_len:
         raise ClockhandError(f"the bench needs {seq_len} tokens, but {preset} has max_seq_len = {model.max_seq_len}")
-    compiling = "on" if can_compile(torch.device("cpu")) else "off"
-
-    def config(dtype: str, compile: str) -> TrainConfig:
-        return TrainConfig(dtype=dtype, compile=compile, batch_size=batch_size, seq_len=seq_len, device="cpu")
-
-    work: dict[str, tuple[Callable[..., Callable[[], object]], Any]] = {
-        f"clockhand {label}": (_ours, config(dtype, compiling))
-        for label, dtype in (("bf16", "bfloat16"), ("fp32", "float32"))
+    work: Work = {
+        "clockhand bf16": (ours, model, as_settled("bfloat16", batch_size, seq_len)),
+        "clockhand fp32": (ours, model, as_settled("float32", batch_size, seq_len)),
     }
     if "transformers" in peers:
         if (obstacle := export_obstacle(model)) is not None:
             raise ClockhandError(f"--peer transformers: {obstacle}")
         for label, dtype in (("bf16", "bfloat16"), ("fp32", "float32")):
-            work[f"transformers {label}"] = (_transformers, config(dtype, "off"))
+            config = TrainConfig(dtype=dtype, compile="off", batch_size=batch_size, seq_len=seq_len, device="cpu")
+            work[f"transformers {label}"] = (_transformers, model, config)
+    return measure(preset, work, rounds)
+
+
+def as_settled(dtype: str, batch_size: int, seq_len: int) -> TrainConfig:
+    """Our run as `train` would settle it if it were long: compiled where that is possible."""
+    compiling = "on" if can_compile(torch.device("cpu")) else "off"
+    return TrainConfig(dtype=dtype, compile=compiling, batch_size=batch_size, seq_len=seq_len, device="cpu")
+
+
+def measure(preset: str, work: Work, rounds: int, first: str = "ours") -> TrainReport:
+    """The contestants of `work` in turn; all have the tokens a step and the products a token of the first, `first`."""
+    _, model, config = next(iter(work.values()))
     walls = limits()
-    with _processes(model, work) as running:
-        first = {name: each.step() for name, each in running.items()}
-        tokens = batch_size * seq_len
+    with _processes(work) as running:
+        begun = {name: each.step() for name, each in running.items()}
+        tokens = config.batch_size * config.seq_len
         speeds = alternate({name: _speed(each, tokens) for name, each in running.items()}, rounds, warmup=1)
-        results = {name: Contestant(speeds[name], first[name], each.peak()) for name, each in running.items()}
-    flops = training_flops(model, seq_len) / seq_len
-    return TrainReport(preset, batch_size, seq_len, machine(), walls, flops, results)
+        results = {name: Contestant(speeds[name], begun[name], each.peak()) for name, each in running.items()}
+    flops = training_flops(model, config.seq_len) / config.seq_len
+    return TrainReport(preset, config.batch_size, config.seq_len, machine(), walls, flops, results, first)
 
 
 def _speed(process: "_Process", tokens: int) -> Callable[[], float]:
@@ -167,10 +181,10 @@ class _Process:
 
 
 @contextmanager
-def _processes(model: ModelConfig, work: dict[str, tuple[Any, Any]]) -> Iterator[dict[str, _Process]]:
+def _processes(work: Work) -> Iterator[dict[str, _Process]]:
     running: dict[str, _Process] = {}
     try:
-        for name, (make, config) in work.items():
+        for name, (make, model, config) in work.items():
             running[name] = _Process(name, make, model, config)
         yield running
     finally:
@@ -208,7 +222,7 @@ def _peak_resident() -> int | None:
     return peak_resident_bytes()
 
 
-def _ours(model: ModelConfig, config: TrainConfig) -> Callable[[], object]:
+def ours(model: ModelConfig, config: TrainConfig) -> Callable[[], object]:
     from clockhand.allocator import keep_freed_memory
     from clockhand.train.trial import Trial
 

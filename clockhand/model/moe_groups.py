@@ -117,29 +117,31 @@ def _of_rows(values: Tensor, row_of_pair: Tensor, pair_of_row: Tensor) -> Tensor
 
 
 class _Project(torch.autograd.Function):
-    """rows·W_eᵀ for the rows of each expert e; the matrices come as they are kept, and are multiplied as rows are."""
+    """rows·W_eᵀ for the rows of each expert e."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, ends: Tensor, *matrices: Tensor) -> Tensor:
         ctx.save_for_backward(rows, ends, *matrices)
-        return _products(rows, [matrix.to(rows.dtype).T for matrix in matrices], ends)
+        return _products(rows, [matrix.T for matrix in matrices], ends)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         rows, ends, *matrices = ctx.saved_tensors
         slope = gradients[0]
-        d_rows = _products(slope, [matrix.to(rows.dtype) for matrix in matrices], ends)
-        d_matrices = _products_over_rows(slope, rows, ends)  # (E, out, in)
-        return d_rows, None, *(each.to(matrix.dtype) for each, matrix in zip(d_matrices, matrices))
+        return _products(slope, matrices, ends), None, *_products_over_rows(slope, rows, ends, matrices[0].dtype)
+
+
+# A matrix is rounded to the type of the rows just before its product, and a gradient widened just behind: what lies
+# between fits the last cache, while the rounded copies of all experts would travel through memory once more.
 
 
 @torch.library.custom_op("clockhand::products", mutates_args=())
 def _products(rows: Tensor, matrices: Sequence[Tensor], ends: Tensor) -> Tensor:
-    """(R, in) and E matrices (in, out) -> (R, out); 0 in nobody's rows."""
+    """(R, in) and E matrices (in, out) of any type -> (R, out) in the type of the rows; 0 in nobody's rows."""
     answer = rows.new_empty(len(rows), matrices[0].shape[1])
     begin = 0
     for matrix, end in zip(matrices, ends.tolist()):
-        torch.mm(rows[begin:end], matrix, out=answer[begin:end])
+        torch.mm(rows[begin:end], matrix.to(rows.dtype), out=answer[begin:end])
         begin = end
     answer[begin:].zero_()
     return answer
@@ -151,16 +153,17 @@ def _(rows: Tensor, matrices: Sequence[Tensor], ends: Tensor) -> Tensor:
 
 
 @torch.library.custom_op("clockhand::products_over_rows", mutates_args=())
-def _products_over_rows(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
-    """leftᵀ·right over the rows of each expert: (R, out) and (R, in) -> (E, out, in); 0 for one without rows."""
-    answer = left.new_empty(len(ends), left.shape[1], right.shape[1])
+def _products_over_rows(left: Tensor, right: Tensor, ends: Tensor, dtype: torch.dtype) -> list[Tensor]:
+    """leftᵀ·right over the rows of each expert: (R, out) and (R, in) -> E times (out, in); 0 for one without rows."""
+    answers = []
     begin = 0
-    for product, end in zip(answer, ends.tolist()):
-        torch.mm(left[begin:end].T, right[begin:end], out=product)
+    for end in ends.tolist():
+        # A product already of this type is a tensor of its own, as it must be.
+        answers.append(torch.mm(left[begin:end].T, right[begin:end]).to(dtype))
         begin = end
-    return answer
+    return answers
 
 
 @_products_over_rows.register_fake
-def _(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
-    return left.new_empty(len(ends), left.shape[1], right.shape[1])
+def _(left: Tensor, right: Tensor, ends: Tensor, dtype: torch.dtype) -> list[Tensor]:
+    return [left.new_empty(left.shape[1], right.shape[1], dtype=dtype) for _ in range(len(ends))]

@@ -2,8 +2,10 @@
 
 import pytest
 
+from clockhand.bench import experts
 from clockhand.bench import train as bench
 from clockhand.bench.measure import Limits
+from clockhand.count import active_parameters
 from clockhand.errors import ClockhandError
 
 SMALL = dict(vocab_size=64, n_layers=1, d_model=32, n_heads=2, n_kv_heads=1, head_dim=16, d_ff=64)
@@ -48,3 +50,17 @@ def test_a_contestant_that_fails_is_named():
             process.step()
     finally:
         process.end()
+
+
+def test_experts_are_measured_beside_their_dense_twin_and_with_twice_as_many(monkeypatch):
+    """No step is taken: what is measured is told from who is asked to be."""
+    told = {}
+    monkeypatch.setattr(experts, "measure", lambda preset, work, rounds, first: told.update(work) or first)
+    assert experts.run("minimind-3-moe", []) == "dense"
+    models = {name: model for name, (_, model, _) in told.items()}
+    assert [model.n_experts for model in models.values()] == [0, 4, 8]
+    active = [active_parameters(model) for model in models.values()]
+    assert active[1:] == pytest.approx([active[0]] * 2, rel=0.001)
+    assert len({config for _, _, config in told.values()}) == 1
+    with pytest.raises(ClockhandError, match="preset = tiny has no dense twin of as many active parameters"):
+        experts.run("tiny", [])
