@@ -8,15 +8,26 @@ of a loss over 32,768 ids (LOG.md). Kept in the process, a block is simply used 
 import ctypes
 import sys
 
-_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # from malloc.h
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4  # from malloc.h
+_LARGEST_BLOCK = 2**25  # that glibc will not hand to the kernel at once, if blocks of some size still are
 
 
-def keep_freed_memory() -> bool:
-    """Asks glibc to keep what is freed. Returns whether it will: elsewhere (macOS, musl, Windows) nothing changes."""
+def keep_freed_memory(most: int | None = None) -> bool:
+    """Asks glibc to keep what is freed: all of it, or at most so many bytes, and then only of blocks up to 32 MiB.
+
+    Returns whether it will: elsewhere (macOS, musl, Windows) nothing changes. Nor is all taken back by some.
+    """
+    global _keeps_all
     if not sys.platform.startswith("linux"):
         return False
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):
         return False
-    return bool(mallopt(_M_MMAP_MAX, 0)) and bool(mallopt(_M_TRIM_THRESHOLD, -1))
+    if most is None:
+        _keeps_all = bool(mallopt(_M_MMAP_MAX, 0)) and bool(mallopt(_M_TRIM_THRESHOLD, -1))
+        return _keeps_all
+    return _keeps_all or (bool(mallopt(_M_MMAP_THRESHOLD, _LARGEST_BLOCK)) and bool(mallopt(_M_TRIM_THRESHOLD, most)))
+
+
+_keeps_all = False

@@ -809,7 +809,9 @@ def bench(
     work: Annotated[str, typer.Argument(metavar="WORK", help=" | ".join(BENCHES))],
     preset: Annotated[
         str | None,
-        typer.Option(help="The model, with random weights.", show_default="mini-llama; minimind-3-moe for moe, experts"),
+        typer.Option(
+            help="The model, with random weights.", show_default="mini-llama; minimind-3-moe for moe, experts"
+        ),
     ] = None,
     peer: Annotated[
         str | None,

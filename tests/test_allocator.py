@@ -9,24 +9,32 @@ import pytest
 
 PAGES = """
 import resource, torch, sys
-if sys.argv[1] == "keep":
+how, size = sys.argv[1], int(sys.argv[2])
+if how != "give back":
     from clockhand.allocator import keep_freed_memory
-    assert keep_freed_memory()
+    assert keep_freed_memory(2**26 if how == "keep some" else None)
 for _ in range(20):  # the heap settles
-    torch.ones(2**24)  # 64 MiB
+    torch.ones(size // 4)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 for _ in range(10):
-    torch.ones(2**24)
+    torch.ones(size // 4)
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc can be asked")
-def test_the_kernel_is_asked_for_the_pages_of_a_freed_tensor_only_once():
-    def faults(how: str) -> int:
-        return int(subprocess.check_output([sys.executable, "-c", PAGES, how], text=True))
+def faults(how: str, size: int = 2**26) -> int:
+    return int(subprocess.check_output([sys.executable, "-c", PAGES, how, str(size)], text=True))
 
+
+pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc can be asked")
+
+
+def test_the_kernel_is_asked_for_the_pages_of_a_freed_tensor_only_once():
     pages = 10 * 2**26 // resource.getpagesize()
     kept, given_back = faults("keep"), faults("give back")
     assert kept < given_back / 20
     assert given_back > pages / 600  # the control; the kernel may hand out pages of 2 MiB
+
+
+def test_asked_to_keep_some_glibc_still_gives_back_what_is_larger():
+    assert faults("keep some", 2**24) < faults("keep some", 2**26) / 20

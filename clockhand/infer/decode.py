@@ -34,6 +34,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from clockhand.allocator import keep_freed_memory
 from clockhand.config import ModelConfig
 from clockhand.count import total_parameters
 from clockhand.errors import ClockhandError
@@ -54,10 +55,11 @@ QUERIES = 128
 """Queries of a prompt that attend at once."""
 SPARE = 64
 """Slots that the ring of a sliding window has beyond it: so many tokens can be taken back."""
+SCRATCH = 2**26
+"""Bytes of freed memory that the process keeps: what a chunk of a prompt needs, and soon needs again."""
 CHUNK = 512
 """Tokens of a prompt read at once: enough for matrix products near their peak, and no more memory for longer ones."""
 
-Product = Callable[[Tensor, Matrix], Tensor]  # x (..., D), W (N, D) -> (..., N)
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # q (T, H, Dh), k and v (T, K, Dh) -> (T, H, Dh)
 
 
@@ -138,8 +140,7 @@ def _joined(parts: list[Matrix], join: Callable[[list[Tensor]], Tensor]) -> Matr
 
 
 def matrix_of(weights: Weights, name: str, layer: int = 0) -> Matrix:
-    scale = weights[name + ".scale"]
-    return Matrix(weights[name][layer], scale[layer] if scale.numel() else scale)
+    return rows_of(Matrix(weights[name], weights[name + ".scale"]), layer)
 
 
 _kept: "weakref.WeakKeyDictionary[Transformer, dict[str, Weights]]" = weakref.WeakKeyDictionary()
@@ -176,7 +177,7 @@ def block(
     layer: int,
     x: Tensor,  # (T, D)
     turned: tuple[Tensor, Tensor] | None,  # cos and sin, each (T, Dh/2)
-    product: Product,
+    products: "Products",
     attend: Attend,
     mixture: Callable[[Tensor, int], Tensor],
     only_last: bool = False,
@@ -185,7 +186,7 @@ def block(
     pre = config.norm_position == "pre"
     heads, kv_heads = config.n_heads, config.n_kv_heads
     n = norm(config, weights, "attention_norm", layer, x) if pre else x
-    qkv = biased(product(n, matrix_of(weights, "qkv", layer)), weights, "qkv", layer)
+    qkv = products.plain(n, matrix_of(weights, "qkv", layer), bias_of(weights, "qkv", layer))
     qkv = stored(qkv).unflatten(-1, (-1, config.head_dim))  # (T, H + 2K, Dh)
     q, k, v = qkv.split([heads, kv_heads, kv_heads], dim=1)
     if config.qk_norm:
@@ -197,37 +198,44 @@ def block(
     if only_last:
         q, x = q[-1:], x[-1:]
     attended = attend(q, k, v).flatten(1)  # (T, H·Dh)
-    update = biased(product(attended, matrix_of(weights, "o", layer)), weights, "o", layer)
-    x = stored(x + update if config.residual else update)
+    o, o_bias = matrix_of(weights, "o", layer), bias_of(weights, "o", layer)
+    x = stored(products.added(attended, o, o_bias, x if config.residual else None))
     if not pre:
         x = norm(config, weights, "attention_norm", layer, x)
 
     n = norm(config, weights, "mlp_norm", layer, x) if pre else x
-    update = mixture(n, layer) if config.is_moe else dense(config, weights, layer, n, product)
-    x = stored(x + update if config.residual else update)
+    before = x if config.residual else None
+    if config.is_moe:
+        update = mixture(n, layer)
+        x = stored(update if before is None else before + update)
+    else:
+        x = stored(dense(config, weights, layer, n, products, before))
     return x if pre else norm(config, weights, "mlp_norm", layer, x)
 
 
 def dense(
-    config: ModelConfig, weights: Weights, layer: int, x: Tensor, product: Product, expert: Tensor | int | None = None
+    config: ModelConfig,
+    weights: Weights,
+    layer: int,
+    x: Tensor,
+    products: "Products",
+    before: Tensor | None = None,
+    expert: Tensor | int | None = None,
 ) -> Tensor:
-    """The MLP of a layer, or one expert of it, (T, D) -> (T, D)."""
+    """The MLP of a layer, or one expert of it, (T, D) -> (T, D), added to what was there `before`."""
 
-    def multiplied(x: Tensor, name: str) -> Tensor:
-        matrix, bias = matrix_of(weights, name, layer), weights.get(name + ".bias")
-        if expert is not None:
-            matrix = Matrix(matrix.data[expert], matrix.scale[expert] if matrix.scale.numel() else matrix.scale)
-        y = product(x, matrix)
-        if bias is None:
-            return y
-        return y + (bias[layer] if expert is None else bias[layer][expert]).to(y.dtype)
+    def part(name: str) -> tuple[Matrix, Tensor | None]:
+        matrix, bias = matrix_of(weights, name, layer), bias_of(weights, name, layer)
+        if expert is None:
+            return matrix, bias
+        return rows_of(matrix, expert), None if bias is None else bias[expert]
 
     if config.mlp == "swiglu":
-        inner = F.silu(multiplied(x, "gate")) * multiplied(x, "up")
+        inner = products.gated(x, *part("gate"), *part("up"))
     else:
-        inner = multiplied(x, "up")
+        inner = products.plain(x, *part("up"))
         inner = F.gelu(inner) if config.mlp == "gelu" else F.relu(inner)
-    return multiplied(stored(inner), "down")
+    return products.added(stored(inner), *part("down"), before)
 
 
 def norm(config: ModelConfig, weights: Weights, name: str, layer: int, x: Tensor) -> Tensor:
@@ -240,9 +248,22 @@ def norm(config: ModelConfig, weights: Weights, name: str, layer: int, x: Tensor
     return stored(y.to(x.dtype))
 
 
-def biased(y: Tensor, weights: Weights, name: str, layer: int) -> Tensor:
-    bias = weights.get(name + ".bias")
-    return y if bias is None else y + bias[layer].to(y.dtype)
+class Products:
+    """Products with a matrix, and what is done to them at once. Biases (N,) and what is added may be None."""
+
+    def product(self, x: Tensor, matrix: Matrix) -> Tensor:  # x (T, D), W (N, D) -> (T, N)
+        raise NotImplementedError
+
+    def plain(self, x: Tensor, matrix: Matrix, bias: Tensor | None) -> Tensor:
+        y = self.product(x, matrix)
+        return y if bias is None else y + bias.to(y.dtype)
+
+    def added(self, x: Tensor, matrix: Matrix, bias: Tensor | None, before: Tensor | None) -> Tensor:
+        y = self.plain(x, matrix, bias)
+        return y if before is None else before + y
+
+    def gated(self, x: Tensor, gate: Matrix, gate_bias: Tensor | None, up: Matrix, up_bias: Tensor | None) -> Tensor:
+        return F.silu(self.plain(x, gate, gate_bias)) * self.plain(x, up, up_bias)
 
 
 def stored(x: Tensor) -> Tensor:
@@ -254,30 +275,40 @@ def hidden_norm(config: ModelConfig, weights: Weights, x: Tensor) -> Tensor:
     return norm(config, weights, "final_norm", 0, x) if config.norm_position == "pre" else x
 
 
+def bias_of(weights: Weights, name: str, layer: int) -> Tensor | None:
+    bias = weights.get(name + ".bias")
+    return None if bias is None else bias[layer]
+
+
+def rows_of(matrix: Matrix, rows: slice | Tensor | int) -> Matrix:
+    scale = matrix.scale
+    return Matrix(matrix.data[rows], scale[rows] if scale.numel() else scale)
+
+
 def head_of(weights: Weights) -> Matrix:
     return matrix_of(weights, "head" if "head" in weights else "embedding")
 
 
 def embed(weights: Weights, ids: Tensor, dtype: torch.dtype) -> Tensor:  # (T,) -> (T, D)
-    table = matrix_of(weights, "embedding")
-    rows = Matrix(table.data[ids], table.scale[ids] if table.scale.numel() else table.scale)
-    return unpack(rows).to(dtype)
+    return unpack(rows_of(matrix_of(weights, "embedding"), ids)).to(dtype)
 
 
 # ---- one token ----
 
 
-def product_with_one(x: Tensor, matrix: Matrix) -> Tensor:
+class WithOne(Products):
     """x (1, D), W (N, D) -> (1, N): a loop over the rows, each summed in fp32."""
-    data, scale = matrix.data, matrix.scale
-    if data.dtype == torch.uint8:
-        parts = x.view(-1, GROUP)  # (D/32, 32)
-        groups = data.unflatten(-1, (-1, GROUP // 2))  # (N, D/32, 16)
-        low, high = (groups & 15).float() - 8, (groups >> 4).float() - 8
-        both = low * parts[:, : GROUP // 2] + high * parts[:, GROUP // 2 :]
-        return (both * scale[..., None]).sum((-1, -2))[None]
-    y = (data.float() * x).sum(-1)  # (N,)
-    return (y * scale if data.dtype == torch.int8 else y)[None]
+
+    def product(self, x: Tensor, matrix: Matrix) -> Tensor:
+        data, scale = matrix.data, matrix.scale
+        if data.dtype == torch.uint8:
+            parts = x.view(-1, GROUP)  # (D/32, 32)
+            groups = data.unflatten(-1, (-1, GROUP // 2))  # (N, D/32, 16)
+            low, high = (groups & 15).float() - 8, (groups >> 4).float() - 8
+            both = low * parts[:, : GROUP // 2] + high * parts[:, GROUP // 2 :]
+            return (both * scale[..., None]).sum((-1, -2))[None]
+        y = (data.float() * x).sum(-1)  # (N,)
+        return (y * scale if data.dtype == torch.int8 else y)[None]
 
 
 class Step(nn.Module):
@@ -311,8 +342,8 @@ class Step(nn.Module):
                 return attend_one(q, memory, seen)
 
             rotated = (turned[0], turned[1]) if turned else None
-            x = block(config, weights, layer, x, rotated, product_with_one, attend, self.mixture(weights))
-        return product_with_one(hidden_norm(config, weights, x), head_of(weights))[0]
+            x = block(config, weights, layer, x, rotated, WithOne(), attend, self.mixture(weights))
+        return WithOne().product(hidden_norm(config, weights, x), head_of(weights))[0]
 
     def mixture(self, weights: Weights) -> Callable[[Tensor, int], Tensor]:
         """The k experts of one token, and nobody else's weights: the choice is an index into them."""
@@ -330,7 +361,7 @@ class Step(nn.Module):
             total = torch.stack(shares).sum() if config.renormalize_top_k else 1.0
             answer = torch.zeros_like(x)
             for best, share in zip(chosen, shares):
-                answer = answer + dense(config, weights, layer, x, product_with_one, best) * (share / total)
+                answer = answer + dense(config, weights, layer, x, WithOne(), expert=best) * (share / total)
             return answer
 
         return mix
@@ -390,8 +421,8 @@ def _package(config: ModelConfig, precision: str, cache_dtype: torch.dtype) -> P
 
 @cache
 def _source() -> str:
-    parts: tuple[Any, ...] = (stack_weights, _joined, matrix_of, block, dense, norm, biased, stored, hidden_norm)
-    parts += (head_of, embed, product_with_one, Step, remember, attend_one, _export, unpack, rotate)
+    parts: tuple[Any, ...] = (stack_weights, _joined, matrix_of, block, dense, norm, bias_of, stored, hidden_norm)
+    parts += (head_of, rows_of, embed, Products, WithOne, Step, remember, attend_one, _export, unpack, rotate)
     return f"{SLOTS} {LANES} {GROUP}" + sources(*parts)
 
 
@@ -497,6 +528,7 @@ class Decoder:
         kept in bf16; `exact` leaves both in fp32, as the plain model has them. Raises `ClockhandError` for a precision
         that the model cannot have, and where a step must be compiled and there is no C++ compiler.
         """
+        keep_freed_memory(SCRATCH)
         own = precision_of(model)
         precision = own if precision is None else precision
         check_precision(precision)
@@ -517,6 +549,7 @@ class Decoder:
         low = precision != "fp32" and not exact
         self.cache_dtype = torch.bfloat16 if low else torch.float32
         self.read_dtype = torch.bfloat16 if low and torch.ops.mkldnn._is_mkldnn_bf16_supported() else torch.float32
+        self._products = WithManyFused() if torch.backends.mkldnn.is_available() else WithMany()
         self._turned: list[Tensor] = []
         if config.position == "rope":
             positions = torch.arange(self.reach)[None]
@@ -691,7 +724,7 @@ class Decoder:
                 return attend_many(q, k, v, config.sliding_window)
 
             only_last = last and layer == config.n_layers - 1  # what else would come out, nobody reads
-            x = block(config, weights, layer, x, turned, product_with_many, attend, self._mix, only_last)
+            x = block(config, weights, layer, x, turned, self._products, attend, self._mix, only_last)
         self.length = end
         self._written = max(self._written, end)
         self._see_all()
@@ -708,14 +741,37 @@ class Decoder:
             rows, choice = (routing.experts == expert).nonzero(as_tuple=True)
             if len(rows):
                 share = routing.weights[rows, choice, None].to(x.dtype)
-                thought = dense(config, weights, layer, x[rows], product_with_many, expert)
+                thought = dense(config, weights, layer, x[rows], WithMany(), expert=expert)
                 answer.index_add_(0, rows, thought * share)
         return answer
 
 
-def product_with_many(x: Tensor, matrix: Matrix) -> Tensor:
-    """x (T, D), W (N, D) -> (T, N), in the type of x."""
-    return F.linear(x, unpack(matrix).to(x.dtype))
+class WithMany(Products):
+    """x (T, D), W (N, D) -> (T, N), in the type of x: one call of a matrix product."""
+
+    def product(self, x: Tensor, matrix: Matrix) -> Tensor:
+        return F.linear(x, unpack(matrix).to(x.dtype))
+
+
+class WithManyFused(WithMany):
+    """The same by oneDNN, which does to a product what is to be done while it still has it in its registers."""
+
+    def plain(self, x: Tensor, matrix: Matrix, bias: Tensor | None) -> Tensor:
+        return self._fused(x, matrix, bias, "none")
+
+    def added(self, x: Tensor, matrix: Matrix, bias: Tensor | None, before: Tensor | None) -> Tensor:
+        return self._fused(x, matrix, bias, "none") if before is None else self._with(x, matrix, bias, "add", before)
+
+    def gated(self, x: Tensor, gate: Matrix, gate_bias: Tensor | None, up: Matrix, up_bias: Tensor | None) -> Tensor:
+        return self._with(x, up, up_bias, "mul", self._fused(x, gate, gate_bias, "swish"))
+
+    def _fused(self, x: Tensor, matrix: Matrix, bias: Tensor | None, then: str) -> Tensor:
+        weight, bias = unpack(matrix).to(x.dtype), None if bias is None else bias.to(x.dtype)
+        return torch.ops.mkldnn._linear_pointwise(x, weight, bias, then, [], "")
+
+    def _with(self, x: Tensor, matrix: Matrix, bias: Tensor | None, then: str, other: Tensor) -> Tensor:
+        weight, bias = unpack(matrix).to(x.dtype), None if bias is None else bias.to(x.dtype)
+        return torch.ops.mkldnn._linear_pointwise.binary(x, other, weight, bias, then)
 
 
 def remember_many(memory: tuple[Tensor, Tensor], k: Tensor, v: Tensor, positions: Tensor, begin: int) -> None:
@@ -757,19 +813,21 @@ def attend_many(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
     length, first, kv_heads = len(q), len(k) - len(q), k.shape[1]
     q = (q / math.sqrt(q.shape[-1])).unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)  # (K, G, T, Dh)
     k, v = k.permute(1, 2, 0).contiguous(), v.transpose(0, 1).contiguous()  # (K, Dh, S), (K, S, Dh)
-    out = torch.empty_like(q)
+    later = torch.full((QUERIES, QUERIES), -math.inf, dtype=q.dtype).triu(1)
+    attended = []
     for begin in range(0, length, QUERIES):
         some = q[:, :, begin : begin + QUERIES]  # (K, G, t, Dh)
-        here = torch.arange(first + begin, first + begin + some.shape[2])
-        start = max(0, int(here[0]) - window + 1) if window else 0
-        end = int(here[-1]) + 1
-        scores = torch.bmm(some.flatten(1, 2), k[:, :, start:end]).view(*some.shape[:3], -1)  # (K, G, t, S)
+        tokens = some.shape[2]
+        start, end = first + begin, first + begin + tokens
+        start = max(0, start - window + 1) if window else 0
+        scores = torch.bmm(some.flatten(1, 2), k[:, :, start:end])  # (K, G·t, S)
+        each = scores.view(*some.shape[:3], -1)  # (K, G, t, S)
         if window:
+            here = torch.arange(end - tokens, end)
             behind = here[:, None] - torch.arange(start, end)
-            scores.masked_fill_((behind < 0) | (behind >= window), -math.inf)
+            each.masked_fill_((behind < 0) | (behind >= window), -math.inf)
         else:  # all that came before this block is seen by all of it
-            square = torch.ones(len(here), len(here), dtype=torch.bool)
-            scores[..., -len(here) :].masked_fill_(square.triu(1), -math.inf)
-        weights = torch.softmax(scores, dim=-1).flatten(1, 2)  # in fp32 within
-        out[:, :, begin : begin + QUERIES] = torch.bmm(weights, v[:, start:end]).view_as(some)
-    return out.permute(2, 0, 1, 3).flatten(1, 2)
+            each[..., -tokens:] += later[:tokens, :tokens]
+        mixed = torch.bmm(torch.softmax(scores, dim=-1), v[:, start:end])  # in fp32 within
+        attended.append(mixed.view_as(some).permute(2, 0, 1, 3))  # (t, K, G, Dh)
+    return torch.cat(attended).flatten(1, 2)

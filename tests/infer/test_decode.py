@@ -12,7 +12,7 @@ from clockhand.infer.generate import generate
 from clockhand.infer.quantize import rounded
 from clockhand.infer.settings import Sampling
 from clockhand.model.cache import KVCache
-from clockhand.model.packed import PRECISIONS, packed
+from clockhand.model.packed import PRECISIONS, pack, packed
 from clockhand.model.transformer import Transformer
 
 SMALL = dict(vocab_size=37, d_model=32, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, d_ff=64, max_seq_len=145)
@@ -105,6 +105,20 @@ def test_a_bf16_cache_and_bf16_reading_stay_close():
     plain = plain_logits(rounded(model, "bf16"), ids)[12:]
     # bf16 rounds to 1 part in 256; through two layers of 0.3-weights that came to 2 % of the spread of the logits.
     assert (fast_logits(decoder, ids, read=13) - plain).std() < 0.06 * plain.std()
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="needs oneDNN")
+@pytest.mark.parametrize("biased", [True, False])
+@pytest.mark.parametrize("precision", ["fp32", "int4"])
+def test_what_onednn_does_within_a_product_is_what_is_done_after_it(biased, precision):
+    torch.manual_seed(0)
+    x, before = torch.randn(9, 64), torch.randn(9, 96)
+    b, c = (torch.randn(96), torch.randn(96)) if biased else (None, None)
+    one, two = ((pack(torch.randn(96, 64), precision), bias) for bias in (b, c))
+    after, within = decode.WithMany(), decode.WithManyFused()
+    torch.testing.assert_close(within.plain(x, *one), after.plain(x, *one), **EXACT)
+    torch.testing.assert_close(within.added(x, *one, before), after.added(x, *one, before), **EXACT)
+    torch.testing.assert_close(within.gated(x, *one, *two), after.gated(x, *one, *two), **EXACT)
 
 
 LONG = dict(sliding_window=40, max_seq_len=600)
