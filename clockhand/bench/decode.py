@@ -15,7 +15,7 @@ def run(preset: str, peers: list[str], rounds: int = 5, new_tokens: int = 96) ->
         contestants: dict[str, Callable[[], float]] = {}
         bounds, walls, few = {}, limits(), max(new_tokens // 4, 1)
         for precision in ("fp32", "bf16", "int8"):
-            decoder = Decoder(work.model, precision)
+            decoder = Decoder(work.model, precision, exact=True)  # the step that `generate` takes, and warm for it
             contestants[f"clockhand {precision}"] = ours(decoder, new_tokens)
             bounds[f"clockhand {precision}"] = walls.decode_tok_per_s(decoder.info.weight_bytes)
             if "llama.cpp" in peers:

@@ -26,6 +26,9 @@ from clockhand.errors import ClockhandError
 
 Run = Callable[[list[Tensor]], list[Tensor]]
 
+KEPT = 32
+"""Graphs that stay in the folder, those used last: one is 2 to 5 MB, and every change of code or model makes another."""
+
 _ONE_AT_A_TIME = threading.Lock()
 """Compiling changes settings of the whole process, and two threads would write the same file."""
 
@@ -78,6 +81,8 @@ def load_or_compile(file: Path, export: Callable[[], torch.export.ExportedProgra
 def load(file: Path) -> Run:
     from torch._C._aoti import AOTIModelPackageLoader
 
+    with suppress(OSError):  # it was used now; in a folder that is only lent to us that cannot be written down
+        os.utime(file)
     with _quiet():  # it warns of other instruction sets, which the file's name already tells apart
         return AOTIModelPackageLoader(str(file), "model", False, 1, -1).run
 
@@ -93,6 +98,21 @@ def compile_into(file: Path, export: Callable[[], torch.export.ExportedProgram])
         beside = unfinished.with_name(unfinished.name + ".pt2")
         torch._inductor.aoti_compile_and_package(export(), package_path=str(beside))
         beside.replace(unfinished)
+    forget_unused(file.parent)
+
+
+def forget_unused(folder: Path) -> None:
+    """Removes all graphs of `folder` but the `KEPT` that were used last."""
+
+    def last_used(file: Path) -> float:
+        try:
+            return file.stat().st_mtime
+        except OSError:  # another process was sooner
+            return 0.0
+
+    for file in sorted(folder.glob("*.pt2"), key=last_used, reverse=True)[KEPT:]:
+        with suppress(OSError):
+            file.unlink()
 
 
 @contextmanager
