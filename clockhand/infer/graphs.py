@@ -27,7 +27,7 @@ from clockhand.errors import ClockhandError
 Run = Callable[[list[Tensor]], list[Tensor]]
 
 KEPT = 32
-"""Graphs that stay in the folder, those used last: one is 2 to 5 MB, and every change of code or model makes another."""
+"""Graphs that stay in the folder, those used last: 2 to 5 MB each, and a change of code or model makes another."""
 
 _ONE_AT_A_TIME = threading.Lock()
 """Compiling changes settings of the whole process, and two threads would write the same file."""

@@ -24,11 +24,11 @@ from clockhand.config import ModelConfig, field_names
 from clockhand.count import total_parameters
 from clockhand.data.tokenizer import Tokenizer
 from clockhand.errors import ClockhandError, unknown_name
-from clockhand.infer.decode import keep_weights
 from clockhand.infer.generate import Options, generate_text, prompt_ids, stream
 from clockhand.infer.logprobs import TokenLogprob, token_logprobs
 from clockhand.infer.settings import Sampling
 from clockhand.infer.stretch import stretched
+from clockhand.infer.weights import keep_weights
 from clockhand.interop.hf import end_ids, find_model_folder, load_model
 from clockhand.model.packed import check_precision, packed, precision_of
 from clockhand.model.transformer import Transformer

@@ -7,7 +7,7 @@
 
 `packed` makes one of any model, and what it computes is, to the bit, what the rounded weights as fp32 numbers would:
 activations stay in fp32. It saves memory, not time; the fast way reads the packed numbers themselves
-(`infer/decode.py`). Not for training: there are no gradients into rounded numbers.
+(`infer/step.py`). Not for training: there are no gradients into rounded numbers.
 """
 
 from dataclasses import dataclass

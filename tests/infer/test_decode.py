@@ -6,7 +6,7 @@ from torch._dynamo.utils import counters
 
 from clockhand.config import ModelConfig
 from clockhand.errors import ClockhandError
-from clockhand.infer import decode, graphs
+from clockhand.infer import decode, graphs, prompt, step, weights
 from clockhand.infer.decode import Decoder
 from clockhand.infer.generate import generate
 from clockhand.infer.quantize import rounded
@@ -115,7 +115,7 @@ def test_what_onednn_does_within_a_product_is_what_is_done_after_it(biased, prec
     x, before = torch.randn(9, 64), torch.randn(9, 96)
     b, c = (torch.randn(96), torch.randn(96)) if biased else (None, None)
     one, two = ((pack(torch.randn(96, 64), precision), bias) for bias in (b, c))
-    after, within = decode.WithMany(), decode.WithManyFused()
+    after, within = prompt.WithMany(), prompt.WithManyFused()
     torch.testing.assert_close(within.plain(x, *one), after.plain(x, *one), **EXACT)
     torch.testing.assert_close(within.added(x, *one, before), after.added(x, *one, before), **EXACT)
     torch.testing.assert_close(within.gated(x, *one, *two), after.gated(x, *one, *two), **EXACT)
@@ -133,7 +133,7 @@ def test_a_sliding_window_keeps_a_ring_of_the_past_and_nothing_else(read, chunk,
     decoder = exact_decoder(model, "fp32", reach=600, compile=False)
     fast = fast_logits(decoder, ids, read)
     torch.testing.assert_close(fast, plain_logits(model, ids, 600)[read - 1 :], **EXACT)
-    assert {each.shape[0] * decode.SLOTS for each in decoder._keys} == {128}  # 40 + 64, in whole blocks
+    assert {each.shape[0] * step.SLOTS for each in decoder._keys} == {128}  # 40 + 64, in whole blocks
 
 
 def test_of_a_ring_only_what_it_still_holds_can_be_taken_back():
@@ -165,7 +165,7 @@ def test_a_damaged_compiled_step_is_compiled_again(monkeypatch, tmp_path):
     monkeypatch.setenv("CLOCKHAND_CACHE", str(tmp_path))
     monkeypatch.setattr(graphs, "compiler", lambda: "g++")
     model = make_model(n_layers=1)
-    package = decode._package(model.config, "fp32", torch.float32)
+    package = step.step_file(model.config, "fp32", torch.float32)
     package.parent.mkdir(parents=True, exist_ok=True)
     package.write_bytes(b"not a package")
     compiled = []
@@ -228,7 +228,7 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(reach):
 
 def test_decoders_of_a_kept_model_share_one_copy_and_others_see_every_change():
     kept, free = make_model(), make_model()
-    decode.keep_weights(kept)
+    weights.keep_weights(kept)
     assert Decoder(kept, compile=False).weights is Decoder(kept, compile=False).weights
     Decoder(free, compile=False)
     with torch.no_grad():
@@ -314,7 +314,7 @@ def test_generate_takes_the_compiled_step_where_it_lies_ready_and_draws_the_same
 
 def test_compiling_is_repaid_by_long_requests_only():
     mini = ModelConfig(vocab_size=4096, d_model=512, n_layers=12, n_heads=8, n_kv_heads=2, d_ff=1408)
-    assert not decode.is_worth_compiling(mini, 143_706_112, 256)
-    assert not decode.is_worth_compiling(mini, 143_706_112, 2_000)
-    assert decode.is_worth_compiling(mini, 143_706_112, 2_000, "int8")
-    assert decode.is_worth_compiling(mini, 143_706_112, 10_000)
+    assert not step.is_worth_compiling(mini, 143_706_112, 256)
+    assert not step.is_worth_compiling(mini, 143_706_112, 2_000)
+    assert step.is_worth_compiling(mini, 143_706_112, 2_000, "int8")
+    assert step.is_worth_compiling(mini, 143_706_112, 10_000)

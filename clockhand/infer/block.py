@@ -1,0 +1,129 @@
+"""The arithmetic of one block, for one token and for many: written once, since only two things differ.
+
+    products    how a matrix is multiplied, and what is done to the product at once
+    attend      how keys and values are kept and looked at
+
+Those of one token are in `step.py`, those of a prompt in `prompt.py`. What is computed is what
+`model/transformer.py` says, which both are tested against.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from clockhand.config import ModelConfig
+from clockhand.infer.weights import Weights, bias_of, matrix_of, rows_of
+from clockhand.model.packed import Matrix, unpack
+from clockhand.model.rope import rotate
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # q (T, H, Dh), k and v (T, K, Dh) -> (T, H, Dh)
+
+
+class Products:
+    """Products with a matrix, and what is done to them at once. Biases (N,) and what is added may be None."""
+
+    def product(self, x: Tensor, matrix: Matrix) -> Tensor:  # x (T, D), W (N, D) -> (T, N)
+        raise NotImplementedError
+
+    def plain(self, x: Tensor, matrix: Matrix, bias: Tensor | None) -> Tensor:
+        y = self.product(x, matrix)
+        return y if bias is None else y + bias.to(y.dtype)
+
+    def added(self, x: Tensor, matrix: Matrix, bias: Tensor | None, before: Tensor | None) -> Tensor:
+        y = self.plain(x, matrix, bias)
+        return y if before is None else before + y
+
+    def gated(self, x: Tensor, gate: Matrix, gate_bias: Tensor | None, up: Matrix, up_bias: Tensor | None) -> Tensor:
+        return F.silu(self.plain(x, gate, gate_bias)) * self.plain(x, up, up_bias)
+
+
+def block(
+    config: ModelConfig,
+    weights: Weights,
+    layer: int,
+    x: Tensor,  # (T, D)
+    turned: tuple[Tensor, Tensor] | None,  # cos and sin, each (T, Dh/2)
+    products: Products,
+    attend: Attend,
+    mixture: Callable[[Tensor, int], Tensor],
+    only_last: bool = False,
+) -> Tensor:  # (T, D)
+    """What `Block.forward` computes, without a balance loss; with `only_last`, for the last token alone, (1, D)."""
+    pre = config.norm_position == "pre"
+    heads, kv_heads = config.n_heads, config.n_kv_heads
+    n = norm(config, weights, "attention_norm", layer, x) if pre else x
+    qkv = products.plain(n, matrix_of(weights, "qkv", layer), bias_of(weights, "qkv", layer))
+    qkv = stored(qkv).unflatten(-1, (-1, config.head_dim))  # (T, H + 2K, Dh)
+    q, k, v = qkv.split([heads, kv_heads, kv_heads], dim=1)
+    if config.qk_norm:
+        q, k = norm(config, weights, "q_norm", layer, q), norm(config, weights, "k_norm", layer, k)
+    if turned is not None:
+        both = torch.cat((q, k), dim=1) if config.qk_norm else qkv[:, : heads + kv_heads]  # (T, H + K, Dh)
+        both = stored(rotate(both[None], turned[0][None], turned[1][None], config.rope_layout)[0])
+        q, k = both.split([heads, kv_heads], dim=1)
+    if only_last:
+        q, x = q[-1:], x[-1:]
+    attended = attend(q, k, v).flatten(1)  # (T, H·Dh)
+    o, o_bias = matrix_of(weights, "o", layer), bias_of(weights, "o", layer)
+    x = stored(products.added(attended, o, o_bias, x if config.residual else None))
+    if not pre:
+        x = norm(config, weights, "attention_norm", layer, x)
+
+    n = norm(config, weights, "mlp_norm", layer, x) if pre else x
+    before = x if config.residual else None
+    if config.is_moe:
+        update = mixture(n, layer)
+        x = stored(update if before is None else before + update)
+    else:
+        x = stored(dense(config, weights, layer, n, products, before))
+    return x if pre else norm(config, weights, "mlp_norm", layer, x)
+
+
+def dense(
+    config: ModelConfig,
+    weights: Weights,
+    layer: int,
+    x: Tensor,
+    products: Products,
+    before: Tensor | None = None,
+    expert: Tensor | int | None = None,
+) -> Tensor:
+    """The MLP of a layer, or one expert of it, (T, D) -> (T, D), added to what was there `before`."""
+
+    def part(name: str) -> tuple[Matrix, Tensor | None]:
+        matrix, bias = matrix_of(weights, name, layer), bias_of(weights, name, layer)
+        if expert is None:
+            return matrix, bias
+        return rows_of(matrix, expert), None if bias is None else bias[expert]
+
+    if config.mlp == "swiglu":
+        inner = products.gated(x, *part("gate"), *part("up"))
+    else:
+        inner = products.plain(x, *part("up"))
+        inner = F.gelu(inner) if config.mlp == "gelu" else F.relu(inner)
+    return products.added(stored(inner), *part("down"), before)
+
+
+def norm(config: ModelConfig, weights: Weights, name: str, layer: int, x: Tensor) -> Tensor:
+    weight, width = weights[name][layer], x.shape[-1]
+    if config.norm == "rms":
+        wide = x.float()
+        y = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + config.norm_eps) * weight
+    else:
+        y = F.layer_norm(x.float(), (width,), weight, weights[name + ".bias"][layer], config.norm_eps)
+    return stored(y.to(x.dtype))
+
+
+def hidden_norm(config: ModelConfig, weights: Weights, x: Tensor) -> Tensor:
+    return norm(config, weights, "final_norm", 0, x) if config.norm_position == "pre" else x
+
+
+def embed(weights: Weights, ids: Tensor, dtype: torch.dtype) -> Tensor:  # (T,) -> (T, D)
+    return unpack(rows_of(matrix_of(weights, "embedding"), ids)).to(dtype)
+
+
+def stored(x: Tensor) -> Tensor:
+    """x, and in a compiled graph the promise that it lies in memory (as_strided needs an address)."""
+    return torch.as_strided(x, x.size(), x.stride()) if torch.compiler.is_compiling() else x
