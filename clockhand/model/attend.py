@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from clockhand.model.attend_blocks import attend_blocks
+from clockhand.model.attend_blocks import as_bias, attend_blocks, strip
 
 
 @dataclass(frozen=True)
@@ -40,14 +40,20 @@ class Visibility:
     in_order: bool = False
     """Known likewise: T = S, and no query sees a key behind itself in the row."""
 
+    @property
+    def rows_alike(self) -> bool:
+        """Whether all rows count 0, 1, 2, ... as one document each: then one row's rule is that of all."""
+        return self.in_order and self.query_documents is None
+
     @cached_property
     def mask(self) -> Tensor:
-        """(B, T, S) bool, True where the query sees the key.
+        """(B, T, S) bool, or (1, T, S) for rows that are alike: True where the query sees the key.
 
         A padding query (position -1) sees everything: its output means nothing, but a softmax over nothing is NaN,
         and NaN spreads through gradients even where it is multiplied by zero.
         """
-        query, key = self.query_positions[:, :, None], self.key_positions[:, None, :]
+        rows = slice(1) if self.rows_alike else slice(None)
+        query, key = self.query_positions[rows, :, None], self.key_positions[rows, None, :]
         seen = (key <= query) & (key >= 0)
         if self.window:
             seen &= query - key < self.window
@@ -57,10 +63,10 @@ class Visibility:
 
     @cached_property
     def bias(self) -> Tensor:
-        """(B, T, S): 0 where the query sees the key, -inf where not. Both are exact in bf16, the smallest to read."""
-        return torch.zeros(self.mask.shape, dtype=torch.bfloat16, device=self.mask.device).masked_fill_(
-            ~self.mask, -math.inf
-        )
+        """The mask as `attend_blocks` adds it: whole, (B, T, S), or only a strip of it for rows that are alike."""
+        if self.rows_alike:
+            return strip(self.query_positions.shape[1], self.window, self.query_positions.device)
+        return as_bias(self.mask)
 
 
 def attend_reference(q: Tensor, k: Tensor, v: Tensor, sees: Visibility, scale: float | None = None) -> Tensor:
@@ -81,9 +87,9 @@ def attend_reference(q: Tensor, k: Tensor, v: Tensor, sees: Visibility, scale: f
 def attend(q: Tensor, k: Tensor, v: Tensor, sees: Visibility, scale: float | None = None) -> Tensor:
     """`attend_reference` by a fast route, without the (T, S) scores of every head in memory."""
     if torch.compiler.is_compiling() and q.device.type == "cpu" and scale is None and sees.in_order:
-        return attend_blocks(q, k, v, sees.bias)
+        return attend_blocks(q, k, v, sees.bias, sees.window)
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, heads, T or S, Dh)
-    mask = None if sees.plainly_causal else sees.mask[:, None]  # (B, 1, T, S)
+    mask = None if sees.plainly_causal else sees.mask[:, None]  # (B or 1, 1, T, S)
     out = F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=sees.plainly_causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
     )
