@@ -88,20 +88,28 @@ class _LinearCrossEntropy(torch.autograd.Function):
         h, w = hidden.to(dtype), weight.to(dtype)
         if learning:
             d_hidden, d_weight = torch.empty_like(h), torch.zeros_like(weight, dtype=wide)
+            part_of_d_weight = torch.empty_like(w)
         total = torch.zeros((), dtype=wide, device=h.device)
-        chunk = max(LOGITS_AT_ONCE // len(w), 1)
+        chunk = min(max(LOGITS_AT_ONCE // len(w), 1), len(h))
+        # One place each for all chunks: what glibc gets back between two of them it cannot use for the next.
+        all_logits = h.new_empty(chunk, len(w))
+        all_log_p = h.new_empty(chunk, len(w), dtype=wide)
         for begin in range(0, len(h), chunk):
-            end = begin + chunk
-            learned = (targets[begin:end] != IGNORE_INDEX)[:, None]  # (N, 1)
-            target = targets[begin:end, None].clamp(min=0)
-            log_p = torch.log_softmax(h[begin:end] @ w.T, -1, dtype=wide)  # (N, V)
+            rows = h[begin : begin + chunk]
+            logits, log_p = all_logits[: len(rows)], all_log_p[: len(rows)]  # (N, V)
+            learned = (targets[begin : begin + chunk] != IGNORE_INDEX)[:, None]  # (N, 1)
+            target = targets[begin : begin + chunk, None].clamp(min=0)
+            torch.mm(rows, w.T, out=logits)
+            torch.log_softmax(logits, -1, dtype=wide, out=log_p)
             total -= (log_p.gather(-1, target) * learned).sum()
             if learning:
                 slope = log_p.exp_()  # p, and at the target p - 1
                 slope.scatter_add_(-1, target, slope.new_full(target.shape, -1))
-                slope = torch.where(learned, slope, 0).to(dtype) if not learned.all() else slope.to(dtype)
-                d_hidden[begin:end] = slope @ w
-                d_weight += slope.T @ h[begin:end]
+                if not learned.all():
+                    slope.masked_fill_(~learned, 0)
+                slope = slope if dtype == wide else logits.copy_(slope)
+                torch.mm(slope, w, out=d_hidden[begin : begin + chunk])
+                d_weight += torch.mm(slope.T, rows, out=part_of_d_weight)
         if learning:
             ctx.save_for_backward(d_hidden.to(hidden.dtype), d_weight.to(weight.dtype))
         return total
