@@ -394,7 +394,7 @@ def train(
         if fit_memory is not None:
             budget = memory_budget(fit_memory)
             config = TrainConfig(**ranks.once(lambda: fitted(config, model_config, out, ranks.mode, budget)))
-        result = run(model_config, config, corpus, out, reporter, ranks, resume)
+        result = run(model_config, config, corpus, out, reporter, ranks, resume, timed=True)
     if not ranks.leads:
         return
     try:

@@ -1,5 +1,6 @@
-"""Whether a model fits into this machine, told before anything is built; no torch is needed for it."""
+"""Memory of this machine and of this process: whether a model fits, told before it is built, and what was used."""
 
+import ctypes
 import os
 from contextlib import suppress
 from pathlib import Path
@@ -31,3 +32,30 @@ def refuse_beyond_memory(config: ModelConfig) -> None:
             f"({TRAINING_BYTES} bytes each), and this machine has {there / 2**30:,.1f}; take a smaller preset, "
             "fewer n_layers or a smaller d_model"
         )
+
+
+def count_peak_from_here() -> int | None:
+    """Forgets how much memory the process once held, gives back what it does not use, and tells the bytes it holds.
+
+    None where Linux's /proc does not let us.
+    """
+    with suppress(OSError, AttributeError):  # AttributeError: not glibc
+        ctypes.CDLL(None).malloc_trim(0)
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return None
+    return _resident("VmRSS")
+
+
+def peak_resident_bytes() -> int | None:
+    """The most memory this process has held since `count_peak_from_here`, or ever; None where /proc does not say."""
+    return _resident("VmHWM")
+
+
+def _resident(which: str) -> int | None:
+    with suppress(OSError):
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith(f"{which}:"):
+                return int(line.split()[1]) * 1024
+    return None

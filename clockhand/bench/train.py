@@ -6,7 +6,6 @@ a plain loop, in fp32 and under bf16 autocast, which is how its users train on a
 """
 
 import multiprocessing
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -215,9 +214,7 @@ def _serve(pipe: Connection, make: Callable[..., Callable[[], object]], model: d
 
 def _peak_resident() -> int | None:
     """The most memory this process ever held."""
-    if not sys.platform.startswith("linux"):
-        return None
-    from clockhand.train.plan import peak_resident_bytes
+    from clockhand.memory import peak_resident_bytes
 
     return peak_resident_bytes()
 

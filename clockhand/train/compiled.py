@@ -18,14 +18,14 @@ from clockhand.model.transformer import Block, Transformer, run_block
 Run = Callable[..., tuple[Tensor, Tensor]]
 
 
-def compile_blocks(model: Transformer) -> Run:
-    """A compiled `run_block`. Its first calls take some 10 to 20 seconds more (LOG.md)."""
+def compile_blocks(model: Transformer, backend: str = "inductor") -> Run:
+    """A compiled `run_block`. Its first calls take some 10 to 20 seconds more (LOG.md). `backend` is torch's."""
     device = next(model.parameters()).device
     for module in model.modules():
         if isinstance(module, MixtureOfExperts) and not module.is_one_graph(device):
             # How many rows an expert gets is known only when it runs: what is left to compile is each expert.
             module.forward = torch.compiler.disable(module.forward, recursive=False)  # type: ignore[method-assign]
-    compiled = torch.compile(run_block)
+    compiled = torch.compile(run_block, backend=backend)
 
     def run(block: Block, x: Tensor, rotation: Any, sees: Visibility, *others: Any) -> tuple[Tensor, Tensor]:
         sees.bias  # noqa: B018 - made here, once, rather than within every layer

@@ -18,7 +18,7 @@ What a step optimises is in `loss.py` and `optim.py`, what it costs in `schedule
 import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -37,7 +37,7 @@ from clockhand.infer.settings import Sampling
 from clockhand.interop.hf import save_model
 from clockhand.memory import refuse_beyond_memory
 from clockhand.model.transformer import run_block
-from clockhand.train import plan, run_folder
+from clockhand.train import run_folder
 from clockhand.train.bad_step import clipped_by, keep_bad_step, parameter_norms
 from clockhand.train.checkpoint import (
     Checkpoint,
@@ -58,6 +58,7 @@ from clockhand.train.loss import count_targets
 from clockhand.train.optim import clip_gradients, make_optimizer, optimizer_tensors, set_learning_rate
 from clockhand.train.parallel import Ranks
 from clockhand.train.progress import Reporter
+from clockhand.train.reckoning import Reckoning, Result
 from clockhand.train.recompute import recomputing
 from clockhand.train.schedule import learning_rate
 from clockhand.train.settle import SETTLED, settle
@@ -75,15 +76,17 @@ def train(
     reporter: Reporter | None = None,
     ranks: Ranks | None = None,
     resume: str = "auto",
+    timed: bool = False,
 ) -> Evaluation:
     """Trains a model in the run folder `out` and writes `out/final`; goes on from the newest whole checkpoint there.
 
     `ranks` are the processes that share the work (`parallel.joined`). `resume` "never" refuses a folder with a run
-    in it, "must" one without a checkpoint. Returns the last evaluation. Raises `Interrupted` after SIGINT or
+    in it, "must" one without a checkpoint. `timed` forecasts the time too, for which a long run tries some steps before
+    it begins. Returns the last evaluation. Raises `Interrupted` after SIGINT or
     SIGTERM, with everything saved, and `ClockhandError` for what cannot be honoured.
     """
     try:
-        trainer = Trainer(model_config, train_config, corpus, Path(out), reporter or Reporter(), ranks, resume)
+        trainer = Trainer(model_config, train_config, corpus, Path(out), reporter or Reporter(), ranks, resume, timed)
     except BaseException:
         run_folder.let_go(Path(out))
         raise
@@ -102,9 +105,11 @@ class Trainer:
         reporter: Reporter,
         ranks: Ranks | None = None,
         resume: str = "auto",
+        timed: bool = False,
     ) -> None:
         """Stands at step 0, or where the newest whole checkpoint in `out` was."""
         _refuse_misfits(model_config, config, corpus)
+        self.started = time.perf_counter()
         self.ranks = ranks or Ranks()
         _refuse_rank_misfits(config, self.ranks.mode)
         self.corpus, self.out, self.resume = corpus, out, resume
@@ -114,6 +119,9 @@ class Trainer:
             refuse_beyond_memory(model_config)
         opened = self.ranks.once(lambda: self._open_folder(model_config, config, device))
         self.config = config = replace(config, **opened["settled"])
+        at = opened["resume"]["state"]["step"] if opened["resume"] else 0
+        foretold = self.ranks.size == 1 and device.type == "cpu"
+        self.reckoning = Reckoning(model_config, config, at, timed) if foretold else None
         self.windows = TrainWindows(corpus, config.batch_size, config.seq_len, config.seed)
         self.held_out = ValidationWindows(corpus, config.batch_size, config.seq_len, config.eval_windows)
         self.record = self._record(model_config, config)
@@ -122,7 +130,6 @@ class Trainer:
         if config.checkpoint_activations:
             self.run_block = recomputing(self.run_block)
         self.optimizer = make_optimizer(self.model, config)
-        self.memory_before = plan.resident_bytes()  # with the weights, before any step
         self.step = self.saved_step = 0  # updates so far, and at the newest checkpoint
         self.earlier_seconds = 0.0  # that earlier processes of this run have spent
         self.best_loss = math.inf if opened["best"] is None else opened["best"]
@@ -131,7 +138,6 @@ class Trainer:
         path = self.out / "log.jsonl"
         self.history = History(row for row in read_log(path) if row["step"] < self.step)
         self.log = RunLog(path, self.step) if self.ranks.leads else NoLog()
-        self.started = time.perf_counter()
 
     def _open_folder(self, model_config: ModelConfig, config: TrainConfig, device: torch.device) -> dict[str, Any]:
         """Makes the run folder, and says what `auto` is there, which checkpoint to go on from, and the best loss."""
@@ -182,11 +188,12 @@ class Trainer:
                 if signum := self.ranks.max(request.signum or 0):
                     self.save()
                     self.reporter.note(f"saved at step {self.step}")
+                    self._report_forecast(finished=False)
                     raise Interrupted(signum)
 
                 row: dict[str, Any] = {"step": self.step, "time": round(self.seconds, 3)}
                 if self.is_due(config.eval_every):
-                    evaluation = self.evaluate()
+                    evaluation = self._timing(self.evaluate)
                     row |= {"val/loss": evaluation.loss, "val/bpb": evaluation.bits_per_byte}
                     self.save_if_best(evaluation.loss)
                 if self.is_due(config.save_every):
@@ -196,7 +203,7 @@ class Trainer:
 
                 finished = self.step == config.steps
                 if not finished:
-                    row |= self.update()
+                    row |= self._timing(self.update)
                 self.log.write(row)
                 self.reporter.row(row)
                 if finished:
@@ -205,18 +212,16 @@ class Trainer:
             whole = self.ranks.whole(self.model)
             if self.ranks.leads and whole is not None:
                 save_model(whole, self.out / "final", self.corpus.tokenizer)
-            self._report_memory()
+            self._report_forecast(finished=True)
             return evaluation
 
-    def _report_memory(self) -> None:
+    def _timing(self, work: Callable[[], Result]) -> Result:
+        return self.reckoning.timing(work) if self.reckoning else work()
+
+    def _report_forecast(self, finished: bool) -> None:
         """The forecast of `clockhand plan` beside what happened, where that can be known."""
-        on_cpu = next(self.model.parameters()).device.type == "cpu"
-        if self.memory_before is None or self.ranks.size > 1 or not on_cpu:
-            return
-        peak = plan.peak_resident_bytes()  # now: the forecast runs a block, and takes memory too
-        forecast = plan.forecast_memory(self.model.config, self.config)
-        grown = peak - self.memory_before + forecast.weights
-        self.reporter.note(f"memory: grew by {grown / 1e9:.2f} GB at most; {forecast.peak / 1e9:.2f} GB were forecast")
+        for line in self.reckoning.lines(self.step, finished) if self.reckoning else ():
+            self.reporter.note(line)
 
     def is_due(self, every: int) -> bool:
         """Something is due at multiples of `every`, if that is not 0, and at the end."""

@@ -6,25 +6,29 @@ Memory is a sum of terms, and here is where each is written down. B rows in a mi
     gradients     4 bytes each; there from the first backward pass of a step to its end
     optimizer     what it remembers: 8 bytes for each weight (AdamW; Muon needs half of that for its matrices)
     activations   what autograd keeps of a block, L times; with checkpoint_activations the inputs of L and one whole.
-                  One block of this model is run on one row and on two, so this term cannot fall behind the code
+                  One block of this model is run on one row and on two, compiled where it will be, so this term
+                  cannot fall behind the code
     logits        a chunk of them, as the loss holds no more at once, and the gradients it has ready: N·D and V·D values
-    overhead      what no tensor asked for: buffers of the matrix libraries, and holes between blocks of memory. Fitted
-                  to measurements (LOG.md), like nothing else here
+    overhead      what no tensor asked for: buffers of the matrix libraries, the compiler, and holes, which are much:
+                  glibc cannot put a tensor where one of the same size has been, as it wants room to align it. The
+                  constants are fitted to measurements (LOG.md), like nothing else here
 
-They are not all there at once: when the loss is computed there are no gradients yet (unless micro-batches are being
-accumulated), and when the gradients are complete there are no activations any more. The peak is the larger of the
-moments. It is what a run needs beyond the interpreter with torch in it, which are about 0.4 GB more.
+They are not all there at once. When the loss is computed there are no gradients yet (unless micro-batches are being
+accumulated), when the gradients are complete there are no activations any more, and when Muon works there is nothing
+else. The peak is the largest of the moments. It is what a run needs beyond the interpreter with torch in it, which are
+about 0.4 GB more.
 
 Time is measured: some steps of the model with one block and with a few, and a straight line through both.
 """
 
 import dataclasses
-import os
+import functools
+import math
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,17 +39,22 @@ from clockhand.config import ModelConfig
 from clockhand.count import total_parameters
 from clockhand.errors import ClockhandError
 from clockhand.model.transformer import Transformer, without_weights
+from clockhand.train.compiled import compile_blocks
 from clockhand.train.config import TrainConfig
 from clockhand.train.loss import LOGITS_AT_ONCE
+from clockhand.train.muon import STACKED
 from clockhand.train.optim import is_muons
 from clockhand.train.trial import Trial
 
 FP32 = 4
 ADAMW_BYTES = 2 * FP32
 """Mean of the gradient and of its square, for each weight."""
-LOGIT_BYTES = 10
-"""Of each logit in a chunk: its log-probability, then the slope in the same place, and one or the other in bf16."""
-OVERHEAD_BYTES, OVERHEAD_SHARE = 20_000_000, 0.18
+LOGIT_BYTES = {"float32": 8, "bfloat16": 10}
+"""Of each logit in a chunk: itself and its log-probability, where its slope will be; of bf16 a copy in fp32 too."""
+STACK_BYTES = {"float32": 16, "bfloat16": 10}
+"""Of each value that Muon stacks: its update in fp32 and in the stack, and the stack before and after a product."""
+LIBRARY_BYTES, COMPILER_BYTES, HOLES = 15_000_000, 60_000_000, 0.24
+"""Buffers of the matrix libraries; what torch's compiler leaves behind; holes, as a share of what comes and goes."""
 TRIAL_BLOCKS, TRIAL_STEPS = 3, 3
 
 
@@ -59,7 +68,12 @@ class Memory:
     activations: int
     logits: int
     block: int
-    """Activations of the one block whose gradient is being taken, and their gradients."""
+    """Activations of the one block whose gradient is being taken."""
+    head: int
+    """The gradients that the loss hands over: of the hidden states and of the head."""
+    stacks: int
+    """What Muon has in hand at once."""
+    compiling: bool
     recomputing: bool
     """Whether a block is run again when its gradient is due, with the inputs of all blocks before it still there."""
     accumulating: bool
@@ -68,15 +82,24 @@ class Memory:
     @property
     def tensors(self) -> int:
         """The largest sum of tensors that are there at one moment."""
-        kept = self.weights + self.optimizer
+        return self.weights + self.optimizer + self.passing
+
+    @property
+    def passing(self) -> int:
+        """The part of them that comes and goes with every step."""
         earlier = self.gradients if self.accumulating else 0
-        loss = earlier + self.activations + self.logits
-        first_block = earlier + self.activations + 2 * self.block if self.recomputing else 0
-        return kept + max(loss, first_block, self.gradients + self.block)
+        inputs = self.activations - self.block if self.recomputing else self.activations
+        loss = earlier + inputs + self.logits
+        last_block = earlier + self.activations + 2 * self.head
+        first_block = self.gradients + self.block
+        return max(loss, last_block, first_block, self.gradients + self.stacks)
 
     @property
     def overhead(self) -> int:
-        return OVERHEAD_BYTES + round(OVERHEAD_SHARE * self.tensors)
+        # Blocks run again one after the other, each with gradients laid down between its tensors that stay: the next
+        # finds no room where the last one was.
+        holes = 2 * self.block + self.gradients if self.recomputing else round(HOLES * self.passing)
+        return LIBRARY_BYTES + holes + (COMPILER_BYTES if self.compiling else 0)
 
     @property
     def peak(self) -> int:
@@ -96,7 +119,8 @@ def forecast_memory(model: ModelConfig, config: TrainConfig, batch_size: int | N
     """The memory of a run on one process, for `batch_size` rows in a micro-batch (default: the config's)."""
     rows = batch_size or config.batch_size
     weights = total_parameters(model) * FP32
-    once, per_row = _kept_by_a_block(model, config)
+    dtype = "bfloat16" if config.dtype == "bfloat16" else "float32"
+    once, per_row = _kept_by_a_block(model, config.seq_len, dtype, config.compile == "on")
     tokens, stream = rows * config.seq_len, rows * config.seq_len * model.d_model * FP32
     block = once + rows * per_row
     whole = model.n_layers * stream + block if config.checkpoint_activations else model.n_layers * block
@@ -105,8 +129,11 @@ def forecast_memory(model: ModelConfig, config: TrainConfig, batch_size: int | N
         gradients=weights,
         optimizer=total_parameters(model) * ADAMW_BYTES - _spared_by_muon(model, config),
         activations=whole + 2 * stream,  # and what the final norm reads and gives
-        logits=_loss_bytes(model, tokens),
+        logits=_loss_bytes(model, tokens, dtype),
         block=block,
+        head=(tokens + model.vocab_size) * model.d_model * FP32,
+        stacks=_stacked_by_muon(model, config) * STACK_BYTES[dtype],
+        compiling=config.compile == "on",
         recomputing=config.checkpoint_activations,
         accumulating=config.accumulate > 1,
     )
@@ -138,10 +165,15 @@ def measure_speed(model: ModelConfig, config: TrainConfig) -> Speed:
     return Speed(config.accumulate * micro + update, read)
 
 
-def forecast_seconds(config: TrainConfig, speed: Speed) -> float:
-    """Of the whole run: its steps and its evaluations."""
-    evaluations = 1 + (config.steps - 1) // config.eval_every + 1 if config.eval_every else 1
-    return config.steps * speed.step + evaluations * config.eval_windows / config.batch_size * speed.read
+def forecast_seconds(
+    config: TrainConfig, speed: Speed, first: int = 0, last: int | None = None, finished: bool = True
+) -> float:
+    """Of the steps from `first` to before `last` (the whole run), with the evaluations before them and at its end."""
+    last = config.steps if last is None else last
+    evaluations = int(finished)
+    if every := config.eval_every:
+        evaluations += len(range(-(-first // every) * every, last, every))
+    return (last - first) * speed.step + evaluations * config.eval_windows / config.batch_size * speed.read
 
 
 def plan_json(model: ModelConfig, config: TrainConfig, speed: Speed) -> dict[str, Any]:
@@ -159,21 +191,6 @@ def plan_json(model: ModelConfig, config: TrainConfig, speed: Speed) -> dict[str
     }
 
 
-def resident_bytes() -> int | None:
-    """Memory this process holds now; None where Linux's /proc does not say."""
-    try:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:
-        return None
-
-
-def peak_resident_bytes() -> int:
-    """The most memory this process ever held, where `resident_bytes` is known."""
-    import resource  # which Windows has not
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
 def _spared_by_muon(model: ModelConfig, config: TrainConfig) -> int:
     """Bytes: Muon remembers one value for each weight of its matrices, where AdamW remembers two."""
     if config.optimizer != "muon":
@@ -181,23 +198,40 @@ def _spared_by_muon(model: ModelConfig, config: TrainConfig) -> int:
     return sum(each.numel() * FP32 for name, each in without_weights(model).named_parameters() if is_muons(name, each))
 
 
-def _loss_bytes(model: ModelConfig, tokens: int) -> int:
-    """What `linear_cross_entropy` holds: a chunk, and the gradients of the hidden states and of the head."""
-    chunk = min(tokens * model.vocab_size, max(LOGITS_AT_ONCE, model.vocab_size))
-    return chunk * LOGIT_BYTES + (tokens + model.vocab_size) * model.d_model * FP32
+def _stacked_by_muon(model: ModelConfig, config: TrainConfig) -> int:
+    """Values in the largest of Muon's stacks: matrices of one shape, as many as it takes at once."""
+    if config.optimizer != "muon":
+        return 0
+    values: Counter[tuple[int, ...]] = Counter()
+    for name, each in without_weights(model).named_parameters():
+        if is_muons(name, each):
+            values[tuple(sorted(each.shape))] += each.numel()
+    return max((min(total, max(STACKED, math.prod(shape))) for shape, total in values.items()), default=0)
 
 
-def _kept_by_a_block(model: ModelConfig, config: TrainConfig) -> tuple[int, int]:
+def _loss_bytes(model: ModelConfig, tokens: int, dtype: str) -> int:
+    """What `linear_cross_entropy` holds: a chunk, the gradients of hidden states and head, and one more of the head."""
+    chunk = min(tokens, max(LOGITS_AT_ONCE // model.vocab_size, 1)) * model.vocab_size
+    gradients = (tokens + model.vocab_size) * model.d_model * FP32
+    if dtype == "float32":
+        return chunk * LOGIT_BYTES[dtype] + gradients + model.vocab_size * model.d_model * FP32
+    return chunk * LOGIT_BYTES[dtype] + 2 * gradients  # hidden states, head and their gradients in bf16 as well
+
+
+@functools.cache
+def _kept_by_a_block(model: ModelConfig, seq_len: int, dtype: str, compiled: bool) -> tuple[int, int]:
     """Bytes that autograd keeps of one block: those that do not depend on the rows, and those of each row."""
-    experts = min(model.n_experts, model.n_experts_per_token + 1)  # those that no token visits keep nothing
-    small = dataclasses.replace(model, n_layers=1, n_experts=experts, vocab_size=2)
-    network = Transformer(small)
-    one, two = (_kept(network, rows, config) for rows in (1, 2))
-    stream = 2 * config.seq_len * model.d_model * FP32  # what the final norm reads and gives, which is not the block's
-    return max(2 * one - two, 0), max(two - one - stream, 0)
+    network = Transformer(dataclasses.replace(model, n_layers=1, vocab_size=2))
+    one, two = (_kept(network, rows, seq_len, dtype) for rows in (1, 2))
+    stream = 2 * seq_len * model.d_model * FP32  # what the final norm reads and gives, which is not the block's
+    once = max(2 * one - two, 0)  # weights in bf16, and compiling changes nothing about them
+    if compiled:  # divided into what is kept and what is made again as the compiler does it, but no code is written
+        network.run_block = compile_blocks(network, backend="aot_eager_decomp_partition")
+        one = _kept(network, 1, seq_len, dtype)
+    return once, max(one - once - stream, 0)
 
 
-def _kept(network: Transformer, rows: int, config: TrainConfig) -> int:
+def _kept(network: Transformer, rows: int, seq_len: int, dtype: str) -> int:
     weights = {p.untyped_storage().data_ptr() for p in network.parameters()}
     kept: dict[int, tuple[int, Tensor]] = {}  # by address; the tensor is held, or its address would be used again
 
@@ -207,12 +241,14 @@ def _kept(network: Transformer, rows: int, config: TrainConfig) -> int:
             kept[storage.data_ptr()] = storage.nbytes(), tensor
         return tensor
 
-    ids = torch.zeros(rows, config.seq_len, dtype=torch.int64)
+    ids = torch.arange(rows * seq_len).view(rows, seq_len) % 2
+    with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bfloat16"):
+        network.hidden(ids)
     with (
         torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
-        torch.autocast("cpu", torch.bfloat16, enabled=config.dtype == "bfloat16"),
+        torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bfloat16"),
     ):
-        network.hidden(ids)
+        network.hidden(ids)  # compiled by now, or the hooks would be compiled with it
     return sum(size for size, _ in kept.values())
 
 

@@ -26,7 +26,8 @@ from clockhand.data.loader import Batch
 from clockhand.train.config import TrainConfig
 from clockhand.train.loop import make_optimizer
 from clockhand.train.parallel import Ranks
-from clockhand.train.plan import forecast_memory, peak_resident_bytes, resident_bytes
+from clockhand.train.plan import forecast_memory
+from clockhand.memory import count_peak_from_here, peak_resident_bytes
 from clockhand.train.recompute import recomputing
 import torch
 
@@ -44,7 +45,7 @@ def steps(model, config):
 
 small = dict(vocab_size=64, d_model=32, n_layers=1, n_heads=2, d_ff=64, max_seq_len=512)
 steps(ModelConfig(**small), TrainConfig(batch_size=1, seq_len=8))  # loads what is loaded at first use
-before = resident_bytes()
+before = count_peak_from_here()
 model = ModelConfig(**(small | dict(vocab_size=4096, d_model=256, n_layers=8, n_heads=4, n_kv_heads=2, d_ff=704)))
 config = TrainConfig(batch_size=int(sys.argv[1]), seq_len=256, checkpoint_activations=sys.argv[2] == "True")
 steps(model, config)
@@ -107,7 +108,11 @@ def test_the_time_of_a_run_is_its_steps_and_its_evaluations():
     once = forecast_seconds(dataclasses.replace(CONFIG, eval_windows=16), speed)
     assert once == 100 * 2.0 + 2 * 0.5
     # At steps 0, 40, 80 and at the end.
-    assert forecast_seconds(dataclasses.replace(CONFIG, eval_windows=16, eval_every=40), speed) == 200 + 4 * 2 * 0.5
+    config = dataclasses.replace(CONFIG, eval_windows=16, eval_every=40)
+    assert forecast_seconds(config, speed) == 200 + 4 * 2 * 0.5
+    # Resumed at 40 and stopped before the evaluation at 80; resumed there, to the end.
+    assert forecast_seconds(config, speed, 40, 80, finished=False) == 80 + 1 * 2 * 0.5
+    assert forecast_seconds(config, speed, 80, 100) == 40 + 2 * 2 * 0.5
 
 
 def test_plan_tells_memory_time_and_tokens(capsys):
