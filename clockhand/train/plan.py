@@ -96,9 +96,12 @@ class Memory:
 
     @property
     def overhead(self) -> int:
-        # Blocks run again one after the other, each with gradients laid down between its tensors that stay: the next
-        # finds no room where the last one was.
-        holes = 2 * self.block + self.gradients if self.recomputing else round(HOLES * self.passing)
+        holes = round(HOLES * self.passing)
+        if self.recomputing:
+            # Blocks run again one after the other, each with gradients laid down between its tensors that stay: the
+            # next finds no room where the last one was, nor the one after it.
+            spread = self.activations + 2 * self.head + 2 * self.block + self.gradients
+            holes = max(spread - self.passing, 0)
         return LIBRARY_BYTES + holes + (COMPILER_BYTES if self.compiling else 0)
 
     @property

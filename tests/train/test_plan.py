@@ -59,7 +59,7 @@ print((peak_resident_bytes() - before) / forecast_memory(model, config).peak)
 def test_the_peak_of_a_process_is_near_the_forecast(rows, checkpoint_activations):
     flags = [str(rows), str(checkpoint_activations)]
     said = subprocess.run([sys.executable, "-c", STEPS, *flags], capture_output=True, text=True, check=True)
-    assert 0.8 < float(said.stdout) < 1.25  # 15 % in LOG.md's grid; other allocators and libraries are unlike ours
+    assert 0.85 < float(said.stdout) < 1.15  # LOG.md's grid is within 10 %
 
 
 def test_weights_gradients_and_what_adam_remembers_follow_from_the_count():
