@@ -19,17 +19,19 @@ Threads: `submit` and `cancel` may be called from any thread, at any time; `step
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from clockhand.errors import ClockhandError
-from clockhand.infer.fused import best_runner
+from clockhand.infer.fused import best_runner, copied_bytes, is_fusible
 from clockhand.infer.logprobs import TokenLogprob, token_logprobs
 from clockhand.infer.runner import ReferenceRunner, Runner
-from clockhand.infer.sampling import next_token_probabilities, sample
+from clockhand.infer.sampling import best, next_token_probabilities, sample
 from clockhand.infer.scheduler import Request, Running, Scheduler
 from clockhand.infer.settings import Sampling
+from clockhand.model.packed import packed
 from clockhand.model.transformer import Transformer
 
 __all__ = ["Engine", "Event", "Request"]
@@ -51,8 +53,8 @@ class Event:
     """Where the request asked for logprobs, and an id was drawn."""
 
 
-_Draw = tuple[Tensor, Running, torch.Generator]
-"""The logits (V,) of a request, itself, and where its random numbers come from."""
+_Draw = tuple[int, Running, torch.Generator]
+"""The row of logits of a request, itself, and where its random numbers come from."""
 
 
 class Engine:
@@ -68,15 +70,23 @@ class Engine:
         queue_limit: int = 1024,
         memory_limit: int | None = None,
         known_ids: int | None = None,
-        make_runner: Callable[[Transformer, int, int, int], Runner] = best_runner,
+        precision: str | None = None,
+        compile: bool | None = None,
+        make_runner: Callable[[Transformer, int, int, int], Runner] | None = None,
     ) -> None:
         """Takes the memory for `slots` texts of up to `max_seq_len` tokens (the model's), prompt and continuation.
 
         `prefill_chunk` is the most ids of prompts that are read in one step; `queue_limit` the most requests that may
-        wait; `memory_limit` the most bytes of keys and values, beyond which no engine is made. Ids from `known_ids` on
-        (the tokenizer's vocab_size) are never drawn. The model is put into evaluation mode.
+        wait; `memory_limit` the most bytes of keys and values and of weights beside the model's own, beyond which no
+        engine is made. Ids from `known_ids` on (the tokenizer's vocab_size) are never drawn. `precision` is what the
+        matrices are kept in, fp32, bf16, int8 or int4 (default: as they are); tokens are then those of
+        `packed(model, precision)`. The model is put into evaluation mode.
 
-        Raises `ClockhandError` for numbers that make no engine, or one beyond `memory_limit`.
+        `compile` says whether the step for many is a compiled graph, which takes half a minute the first time; None:
+        only where it lies in the cache folder already. `make_runner` puts another runner in its place.
+
+        Raises `ClockhandError` for numbers that make no engine, one beyond `memory_limit`, a precision that the model
+        cannot have, or a step that must be compiled where there is no C++ compiler.
         """
         config = model.config
         max_seq_len = config.max_seq_len if max_seq_len is None else max_seq_len
@@ -86,17 +96,24 @@ class Engine:
                 raise ClockhandError(f"{name} = {value} must be at least 1 in an engine")
         if max_seq_len > config.max_seq_len:
             raise ClockhandError(f"max_seq_len = {max_seq_len} must be at most the model's {config.max_seq_len}")
+        if precision is not None:
+            model = packed(model, precision)
         self.max_seq_len = max_seq_len
         self.slot_bytes = ReferenceRunner.slot_bytes(model, max_seq_len, prefill_chunk)
         """Bytes of keys and values that a slot takes."""
-        if memory_limit is not None and slots * self.slot_bytes > memory_limit:
+        self.weight_bytes = copied_bytes(model) if make_runner is None and is_fusible(model) else 0
+        """Bytes of weights in an order of their own, beside those of the model."""
+        if memory_limit is not None and slots * self.slot_bytes + self.weight_bytes > memory_limit:
+            beside = f" and {self.weight_bytes:,} of ordered weights" if self.weight_bytes else ""
             raise ClockhandError(
-                f"slots = {slots} need {slots} × {self.slot_bytes:,} bytes of keys and values, more than "
-                f"memory_limit = {memory_limit:,}, which has room for {memory_limit // self.slot_bytes}"
+                f"slots = {slots} need {slots} × {self.slot_bytes:,} bytes of keys and values{beside}, more than "
+                f"memory_limit = {memory_limit:,}, which has room for "
+                f"{max(0, memory_limit - self.weight_bytes) // self.slot_bytes}"
             )
         model.eval()
         self._vocab_size = config.vocab_size
         self._known_ids = config.vocab_size if known_ids is None else known_ids
+        make_runner = make_runner or partial(best_runner, compile=compile)
         self._runner = make_runner(model, slots, max_seq_len, prefill_chunk)
         self._scheduler = Scheduler(slots, prefill_chunk, queue_limit, self._runner.shares)
         self._generators: dict[int, torch.Generator] = {}  # of every request that waits or runs
@@ -175,7 +192,7 @@ class Engine:
                     self._discard(row.slot)
             raise
         asked = {index: logits[index].clone() for index, running, _ in draws if running.request.logprobs is not None}
-        drawn = self._draw([(logits[index], running, generator) for index, running, generator in draws])
+        drawn = self._draw(logits, draws)
         events = []
         with self._lock:
             for (index, running, _), outcome in zip(draws, drawn):
@@ -186,20 +203,20 @@ class Engine:
                     events.append(self._hand_back(running, outcome, asked.get(index)))
         return events
 
-    def _draw(self, draws: Sequence[_Draw]) -> list[int | str]:
+    def _draw(self, logits: Tensor, draws: Sequence[_Draw]) -> list[int | str]:
         """For each an id, or what is wrong with its logits. Those with like settings are drawn together."""
-        outcomes: dict[int, int | str] = {}
+        logits[:, self._known_ids :] = -torch.inf  # a vocabulary may be padded with ids that stand for nothing
         alike: dict[Sampling, list[_Draw]] = {}
-        for logits, running, generator in draws:
+        for draw in draws:
+            index, running, _ = draw
             request = running.request
-            logits[self._known_ids :] = -torch.inf  # a vocabulary may be padded with ids that stand for nothing
             if len(running.ids) - len(request.ids) < request.min_new_tokens:
-                logits[list(request.stop_ids)] = -torch.inf
-            alike.setdefault(request.sampling, []).append((logits, running, generator))
+                logits[index, list(request.stop_ids)] = -torch.inf
+            alike.setdefault(request.sampling, []).append(draw)
+        outcomes: dict[int, int | str] = {}
         for group in alike.values():
-            for (_, running, _), outcome in zip(group, _draw_alike(group)):
-                outcomes[running.number] = outcome
-        return [outcomes[running.number] for _, running, _ in draws]
+            outcomes |= zip((index for index, _, _ in group), _draw_alike(logits, group))
+        return [outcomes[index] for index, _, _ in draws]
 
     def _hand_back(self, running: Running, outcome: int | str, model_logits: Tensor | None) -> Event:
         """Takes in the id drawn, or the error, and settles whether it was the last.
@@ -266,16 +283,15 @@ class Engine:
             )
 
 
-def _draw_alike(group: Sequence[_Draw]) -> list[int | str]:
+def _draw_alike(logits: Tensor, group: Sequence[_Draw]) -> list[int | str]:
     """`Engine._draw` for requests with the same settings. A row that cannot be drawn from is refused alone."""
-    rows = [running for _, running, _ in group]
+    indices, rows, generators = zip(*group)
+    sampling, history = rows[0].request.sampling, [running.ids for running in rows]
+    prompt_lengths = [len(running.request.ids) for running in rows]
+    own = logits if len(group) == len(logits) else logits[list(indices)]
     try:
-        probabilities = next_token_probabilities(
-            torch.stack([logits for logits, _, _ in group]),
-            [running.ids for running in rows],
-            rows[0].request.sampling,
-            [len(running.request.ids) for running in rows],
-        )
+        if sampling.temperature == 0:
+            return best(own, history, sampling, prompt_lengths).tolist()
+        return sample(next_token_probabilities(own, history, sampling, prompt_lengths), generators).tolist()
     except ClockhandError as error:
-        return [str(error)] if len(group) == 1 else [_draw_alike([one])[0] for one in group]
-    return sample(probabilities, [generator for _, _, generator in group]).tolist()
+        return [str(error)] if len(group) == 1 else [_draw_alike(logits, [one])[0] for one in group]

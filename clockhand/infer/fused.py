@@ -1,117 +1,263 @@
-"""The step of many streams with fewer and faster products: what `ReferenceRunner` computes, for one id of every slot.
+"""The step of many streams: what `ReferenceRunner` computes for rows of one id, in one graph from ids to logits.
 
-  * q, k and v come of one matrix, gate and up of one; on CPUs that multiply bf16, each lies in the order in which
-    oneDNN reads it, so that no step sorts it again
-  * a slot's G heads per kv head attend as G queries of one text: keys and values are read as they lie in the cache
+  * all live rows are one matrix, idle slots none of it: a step costs what is live
+  * the arithmetic of a block is that of `block.py`; q, k and v come of one product, and every matrix lies in the
+    order in which oneDNN reads it, so that no step sorts it again
+  * rotation, mask and the places in the cache are settled once a step; a token goes to its place and no other is moved
+  * attention reads keys and values as they lie in the cache, once for all heads of a group, and only as far as the
+    longest live row reaches, rounded up to 32
+  * compiled, all that lies between two products is one loop. The graph is compiled once for a shape of model, for any
+    number of rows and any length, and kept on disk (`graphs.py`). Without it the same step runs as it is written
 
-Prompts, prefixes and memory are left to `ReferenceRunner`. The fused matrices are copies, made once.
+Prompts, prefixes and memory are left to `ReferenceRunner`. The matrices are copies, made once.
 """
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Sequence
+from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
+from clockhand.config import ModelConfig
+from clockhand.infer.block import Products, block, dense, embed, hidden_norm, norm, stored
+from clockhand.infer.graphs import Run, graph_file, load_or_compile, sources
 from clockhand.infer.runner import ReferenceRunner, Runner
-from clockhand.model.attend import Visibility
-from clockhand.model.mlp import SwiGLU
+from clockhand.infer.scheduler import Row
+from clockhand.infer.weights import Weights, bias_of, head_of, joined, matrix_of, rows_of, stack_weights
+from clockhand.model.packed import Matrix, precision_of, unpack
 from clockhand.model.rope import rotate, rotation
 from clockhand.model.transformer import Transformer
 
-Product = Callable[[Tensor], Tensor]  # (B, D) -> (B, N)
-
 
 def is_fusible(model: Transformer) -> bool:
-    """Whether `FusedRunner` can run `model`: dense, on a CPU, in fp32 or bf16, without `dynamic` scaling."""
-    config, weight = model.config, model.token_embedding.weight
-    first: Any = model.blocks[0]
-    plain = all(type(each) is nn.Linear for each in (model.lm_head, first.attention.q_proj))
+    """Whether `FusedRunner` can run `model`: dense, on a CPU, in fp32 or bf16 or packed, without `dynamic` scaling."""
+    config, first = model.config, next(iter([*model.parameters(), *model.buffers()]))
     kinds = (torch.float32, torch.bfloat16)
     return (
-        plain
-        and weight.device.type == "cpu"
-        and weight.dtype in kinds
+        first.device.type == "cpu"
+        and (precision_of(model) != "fp32" or model.token_embedding.weight.dtype in kinds)
         and not config.is_moe
         and config.rope_scaling != "dynamic"
     )
 
 
-def best_runner(model: Transformer, slots: int, max_seq_len: int, longest_row: int) -> Runner:
-    """The fast runner where it can run `model`, else the plain one."""
-    kind = FusedRunner if is_fusible(model) else ReferenceRunner
-    return kind(model, slots, max_seq_len, longest_row)
+def best_runner(
+    model: Transformer, slots: int, max_seq_len: int, longest_row: int, compile: bool | None = None
+) -> Runner:
+    """The fast runner where it can run `model`, else the plain one. `compile` is that of `FusedRunner`."""
+    if not is_fusible(model):
+        return ReferenceRunner(model, slots, max_seq_len, longest_row)
+    return FusedRunner(model, slots, max_seq_len, longest_row, compile)
 
 
-def product(linears: Sequence[nn.Linear], rows: int) -> Product:
-    """x -> the outputs of all `linears` side by side, in one product that is at its best for `rows` rows."""
-    weight = torch.cat([each.weight.detach() for each in linears])  # (N, D)
-    biases = [each.bias.detach() for each in linears if each.bias is not None]
-    bias = torch.cat(biases) if biases else None
-    if weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        ordered = torch.ops.mkldnn._reorder_linear_weight(weight, rows)
-        return lambda x: torch.ops.mkldnn._linear_pointwise(x, ordered, bias, "none", [], "")
-    return lambda x: F.linear(x, weight, bias)
+def copied_bytes(model: Transformer) -> int:
+    """Bytes of the weights that a `FusedRunner` of `model` holds beside it."""
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    learned = "position_embedding.weight"  # is only looked at
+    total = sum(
+        each.numel() * (4 if each.dim() == 1 and each.is_floating_point() else each.element_size())
+        for name, each in tensors
+        if name != learned
+    )
+    head = model.lm_head.weight
+    ordered = precision_of(model) == "fp32" and is_ordered(head.dtype)
+    return total + (head.nbytes if model.config.tie_embeddings and ordered else 0)
+
+
+# ---- the weights ----
+
+
+def _in_order(weights: Weights, dtype: torch.dtype, rows: int) -> dict[str, Any]:
+    """`weights`, but each matrix by itself, in oneDNN's order for `rows` rows, if it can multiply it as it is."""
+    if weights["qkv"].dtype != dtype or not is_ordered(dtype):
+        return {**weights}
+    matrices: Weights = {name: weights[name] for name in _MATRICES if name in weights}
+    matrices["head"] = head_of(weights).data[None]  # the embedding itself is looked up, not multiplied
+    ordered: dict[str, Any] = {"head.scale": torch.empty(0)}
+    for name, stacked in matrices.items():
+        ordered[name] = [torch.ops.mkldnn._reorder_linear_weight(each, rows) for each in stacked]
+    return {**weights, **ordered}
+
+
+_MATRICES: tuple[str, ...] = ("qkv", "o", "gate", "up", "down")
+
+
+# ---- the step ----
+
+
+class ManyStep(nn.Module):
+    """One token of every row through the whole model: what is compiled. Writes their keys and values into the cache."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.config, self.dtype = config, dtype
+
+    def forward(
+        self,
+        weights: Weights,
+        keys: list[Tensor],  # for each layer (slots, capacity, K, Dh)
+        values: list[Tensor],  # likewise
+        seen: Tensor,  # (n, S) fp32: 0 at places that are seen, -inf elsewhere
+        ids: Tensor,  # (n,)
+        slots: Tensor,  # (n,) of the cache
+        places: Tensor,  # (n,) in its slot
+        turned: list[Tensor],  # cos and sin of the positions, each (n, Dh/2); empty without RoPE
+        learned: list[Tensor],  # the rows of the learned positions, (n, D); empty without
+    ) -> Tensor:  # (n, V) fp32
+        config = self.config
+        x = embed(weights, ids, self.dtype)
+        if learned:
+            x = x + learned[0]
+        x = stored(x)
+        for layer in range(config.n_layers):
+            memory = (keys[layer], values[layer])
+
+            def attend(q: Tensor, k: Tensor, v: Tensor, memory: tuple[Tensor, Tensor] = memory) -> Tensor:
+                for each, new in zip(memory, (k, v)):
+                    each.index_put_((slots, places), new.to(each.dtype))
+                return attend_rows(q, memory, slots, seen)
+
+            rotated = (turned[0], turned[1]) if turned else None
+            x = block(config, weights, layer, x, rotated, WithRows(), attend, _no_experts)
+        return WithRows().product(hidden_norm(config, weights, x), head_of(weights)).float()
+
+
+class WithRows(Products):
+    """x (n, D), W (N, D) -> (n, N), in the type of x."""
+
+    def product(self, x: Tensor, matrix: Matrix) -> Tensor:
+        if matrix.data.dtype == x.dtype and is_ordered(x.dtype):
+            return torch.ops.mkldnn._linear_pointwise(x, matrix.data, None, "none", [], "")
+        return F.linear(x, unpack(matrix).to(x.dtype))
+
+
+@cache
+def is_ordered(dtype: torch.dtype) -> bool:
+    """Whether matrices in `dtype` that are not packed are kept in the order that oneDNN reads."""
+    if not torch.backends.mkldnn.is_available():
+        return False
+    return dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def attend_rows(q: Tensor, memory: tuple[Tensor, Tensor], slots: Tensor, seen: Tensor) -> Tensor:
+    """q (n, H, Dh), each over the first S places of its slot -> (n, H, Dh)."""
+    places = torch.arange(seen.shape[1])
+    keys, values = (each[slots[:, None], places].transpose(1, 2) for each in memory)  # (n, K, S, Dh)
+    q = q.unflatten(1, (keys.shape[1], -1))  # (n, K, G, Dh)
+    if not torch.compiler.is_compiling():
+        mask = seen[:, None, None].to(q.dtype)  # (n, 1, 1, S)
+        return F.scaled_dot_product_attention(q.to(keys.dtype), keys, values, attn_mask=mask).flatten(1, 2)
+    group = range(q.shape[2])
+    # Bare sums: what else is done to them would be a loop of its own for each of the group.
+    products = [(keys.float() * q[:, :, g, None].float()).sum(-1) for g in group]  # each (n, K, S)
+    score = stored(torch.stack(products, dim=1)) / math.sqrt(q.shape[-1]) + seen[:, None, None]  # (n, G, K, S)
+    weight = stored(torch.softmax(score, dim=-1))
+    mixed = [(weight[:, g, :, :, None] * values.float()).sum(2) for g in group]  # each (n, K, Dh)
+    return stored(torch.stack(mixed, dim=2).to(q.dtype)).flatten(1, 2)
+
+
+def _no_experts(x: Tensor, layer: int) -> Tensor:
+    raise NotImplementedError("experts are not fused")
+
+
+# ---- compiled, and kept ----
+
+
+def is_compiled(config: ModelConfig, precision: str, dtype: torch.dtype) -> bool:
+    return _file(config, precision, dtype).is_file()
+
+
+def _file(config: ModelConfig, precision: str, dtype: torch.dtype) -> Path:
+    return graph_file("many", [_source(), repr(config), f"{precision} {dtype} {is_ordered(dtype)}"])
+
+
+@cache
+def _source() -> str:
+    parts: tuple[Any, ...] = (stack_weights, joined, matrix_of, block, dense, norm, bias_of, stored, hidden_norm)
+    parts += (head_of, rows_of, embed, Products, WithRows, ManyStep, attend_rows, _export, unpack, rotate)
+    return sources(*parts)
+
+
+def _export(config: ModelConfig, dtype: torch.dtype, example: tuple[Any, ...]) -> torch.export.ExportedProgram:
+    """`example` are inputs of a step, of the sizes that its loops are to be laid out for."""
+    rows, places, slots, capacity = (
+        torch.export.Dim(name, min=2, max=1 << 20) for name in ("rows", "places", "slots", "capacity")
+    )
+    weights, *_, turned, learned = example
+    memory = [{0: slots, 1: capacity} for _ in range(config.n_layers)]
+    row = {0: rows}
+    sizes = (
+        {name: [None] * len(each) if isinstance(each, list) else None for name, each in weights.items()},
+        memory,
+        memory,
+        {0: rows, 1: places},
+        row,
+        row,
+        row,
+        [row for _ in turned],
+        [row for _ in learned],
+    )
+    return torch.export.export(ManyStep(config, dtype), example, dynamic_shapes=sizes)
+
+
+# ---- the runner ----
 
 
 class FusedRunner(ReferenceRunner):
     """A `Runner` for models that are `is_fusible`."""
 
     @torch.no_grad()
-    def __init__(self, model: Transformer, slots: int, max_seq_len: int, longest_row: int) -> None:
+    def __init__(
+        self, model: Transformer, slots: int, max_seq_len: int, longest_row: int, compile: bool | None = None
+    ) -> None:
+        """`compile`: whether the step is compiled; None: only if that lies in the cache folder already.
+
+        Raises `ClockhandError` where it has to be compiled and there is no C++ compiler.
+        """
         super().__init__(model, slots, max_seq_len, longest_row)
-        self._products: list[tuple[Product, Product, Product, Product]] = []
-        blocks: list[Any] = list(model.blocks)
-        for block in blocks:
-            attention, mlp = block.attention, block.mlp
-            qkv = [attention.q_proj, attention.k_proj, attention.v_proj]
-            up = [mlp.gate_proj, mlp.up_proj] if isinstance(mlp, SwiGLU) else [mlp.up_proj]
-            parts = (qkv, [attention.o_proj], up, [mlp.down_proj])
-            qkv_product, o_product, up_product, down_product = (product(part, slots) for part in parts)
-            self._products.append((qkv_product, o_product, up_product, down_product))
-        self._head = product([model.lm_head], slots)
+        config = model.config
+        self._dtype = model.token_embedding.weight.dtype  # of activations; fp32 where the model is packed
+        precision = "bf16" if self._dtype == torch.bfloat16 else precision_of(model)
+        self._weights = _in_order(stack_weights(model, precision), self._dtype, slots)
+        self._turned: list[Tensor] = []
+        if config.position == "rope":
+            self._turned = [each[0] for each in rotation(config, torch.arange(max_seq_len)[None])]  # (positions, Dh/2)
+        table = model.position_embedding
+        self._learned = [] if table is None else [table.weight.detach()]
+        self._graph: Run | None = None
+        if compile or (compile is None and is_compiled(config, precision, self._dtype)):
+            export = partial(_export, config, self._dtype, self._example())
+            self._graph = load_or_compile(_file(config, precision, self._dtype), export)
+        self._flat = tree_leaves((self._weights, *self._cache.memory))
 
-    def _logits(self, hidden: Tensor) -> Tensor:
-        return self._head(hidden)
+    def _step(self, rows: Sequence[Row]) -> Tensor:
+        if len(rows) == 1:  # the graph is for two and more
+            return self._step([*rows, *rows])[:1]
+        slots = torch.tensor([row.slot for row in rows])
+        positions, places, seen = self._cache.append(slots)
+        bias = torch.zeros(seen.shape).masked_fill_(~seen, -math.inf)
+        now = [bias, torch.tensor([row.ids[0] for row in rows]), slots, places]
+        turned = [each[positions] for each in self._turned]
+        learned = [each[positions] for each in self._learned]
+        if self._graph is not None:
+            return self._graph([*self._flat, *now, *turned, *learned])[0]
+        return ManyStep(self._model.config, self._dtype)(self._weights, *self._cache.memory, *now, turned, learned)
 
-    def _step(self, ids: Tensor, positions: Tensor) -> Tensor:
-        """One id for every slot that has position 0 or more, each (B, 1) -> (B, D)."""
-        model, config, cache = self._model, self._model.config, self._cache
-        pre, kv_heads, group = config.norm_position == "pre", config.n_kv_heads, config.group_size
-        sees = Visibility(positions, cache.begin(positions), config.sliding_window)
-        mask = sees.mask[:, None]  # (B, 1, 1, S)
-        x = model.token_embedding(ids[:, 0])  # (B, D)
-        if model.position_embedding is not None:
-            x = x + model.position_embedding(positions[:, 0].clamp(min=0))
-        turned = rotation(config, positions) if config.position == "rope" else None
-        blocks: list[Any] = list(model.blocks)
-        for layer, (block, products) in enumerate(zip(blocks, self._products)):
-            qkv_product, o_product, up_product, down_product = products
-            attention = block.attention
-            qkv = qkv_product(block.attention_norm(x) if pre else x).view(len(x), 1, -1, config.head_dim)
-            q, k, v = qkv.split([config.n_heads, kv_heads, kv_heads], dim=2)  # each (B, 1, heads, Dh)
-            if config.qk_norm:
-                q, k = attention.q_norm(q), attention.k_norm(k)
-            if turned is not None:
-                both = rotate(torch.cat((q, k), dim=2), *turned, config.rope_layout)
-                q, k = both.split([config.n_heads, kv_heads], dim=2)
-            keys, values = (each.transpose(1, 2) for each in cache.update(layer, k, v))  # (B, K, S, Dh)
-            q = q.reshape(len(x), kv_heads, group, -1)
-            attended = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask)  # (B, K, G, Dh)
-            update = o_product(attended.reshape(len(x), -1))
-            x = x + update if config.residual else update
-            if not pre:
-                x = block.attention_norm(x)
-
-            inner = up_product(block.mlp_norm(x) if pre else x)
-            if isinstance(block.mlp, SwiGLU):
-                gate, up = inner.chunk(2, dim=-1)
-                inner = F.silu(gate) * up
-            else:
-                inner = block.mlp.activation(inner)
-            update = down_product(inner)
-            x = x + update if config.residual else update
-            if not pre:
-                x = block.mlp_norm(x)
-        return model.final_norm(x)
+    def _example(self) -> tuple[Any, ...]:
+        """Inputs of a step for 32 streams of up to 64 tokens. Their values do not matter."""
+        rows, places = 32, 64
+        # Stand-ins for what lies in oneDNN's order: an export must be able to look at a tensor.
+        weights = {
+            name: [torch.empty(each.shape, dtype=each.dtype) for each in known] if isinstance(known, list) else known
+            for name, known in self._weights.items()
+        }
+        keys, values = ([each.new_zeros(rows, places, *each.shape[2:]) for each in part] for part in self._cache.memory)
+        ids, slots, where = torch.zeros(3, rows, dtype=torch.int64)
+        turned = [each[:1].repeat(rows, 1) for each in self._turned]
+        learned = [each[:1].repeat(rows, 1) for each in self._learned]
+        return weights, keys, values, torch.zeros(rows, places), ids, slots, where, turned, learned

@@ -71,28 +71,32 @@ class ReferenceRunner:
     @torch.no_grad()
     def run(self, rows: Sequence[Row]) -> Tensor:
         single = [] if self._follows_reach else [n for n, row in enumerate(rows) if len(row.ids) == 1]
-        device = self._cache.lengths.device
-        hidden: list[Tensor] = [torch.empty(0)] * len(rows)
-        for number, row in enumerate(rows):
-            if number not in single:
-                ids = torch.tensor([row.ids], device=device)
-                hidden[number] = self._model.hidden(ids, cache=self._rows[row.slot]).hidden[0, -1]
+        if len(single) == len(rows):
+            return self._step(rows).float().cpu()
+        several = [n for n in range(len(rows)) if n not in single]
+        logits: list[Tensor] = []
+        if several:
+            logits.append(self._model.lm_head(torch.stack([self._read(rows[n]) for n in several])).float())
         if single:
-            ids = torch.zeros(self._cache.batch_size, 1, dtype=torch.int64)
-            positions = torch.full_like(ids, -1)
-            for number in single:
-                ids[rows[number].slot], positions[rows[number].slot] = rows[number].ids[0], rows[number].start
-            together = self._step(ids.to(device), positions.to(device))
-            for number in single:
-                hidden[number] = together[rows[number].slot]
-        return self._logits(torch.stack(hidden)).float().cpu()
+            logits.append(self._step([rows[n] for n in single]).float())
+        order = torch.tensor([*several, *single]).argsort()
+        return torch.cat(logits).cpu()[order]
 
-    def _step(self, ids: Tensor, positions: Tensor) -> Tensor:
-        """One id for every slot that has position 0 or more, each (B, 1) -> (B, D)."""
-        return self._model.hidden(ids, positions, cache=self._cache).hidden[:, 0]
+    def _read(self, row: Row) -> Tensor:
+        """What the head reads after the last id of a row, (D,)."""
+        ids = torch.tensor([row.ids], device=self._cache.lengths.device)
+        return self._model.hidden(ids, cache=self._rows[row.slot]).hidden[0, -1]
 
-    def _logits(self, hidden: Tensor) -> Tensor:
-        return self._model.lm_head(hidden)
+    def _step(self, rows: Sequence[Row]) -> Tensor:
+        """The logits after rows of one id each, (rows, V)."""
+        device = self._cache.lengths.device
+        slots = torch.tensor([row.slot for row in rows])
+        ids = torch.zeros(self._cache.batch_size, 1, dtype=torch.int64)
+        positions = torch.full_like(ids, -1)
+        ids[slots, 0] = torch.tensor([row.ids[0] for row in rows])
+        positions[slots, 0] = torch.tensor([row.start for row in rows])
+        hidden = self._model.hidden(ids.to(device), positions.to(device), cache=self._cache).hidden  # (slots, 1, D)
+        return self._model.lm_head(hidden[slots.to(device), 0])
 
     def wipe(self, slot: int) -> None:
         self._cache.row(slot).wipe()

@@ -14,6 +14,7 @@ Where several ids are equally good the smaller one goes first, so nothing depend
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -85,6 +86,19 @@ def stages(
 def sample(probabilities: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
     """One id a row, (B,) int64, from `probabilities` (B, V). Row b takes one number from generators[b] (on the CPU)."""
     return look_up(probabilities, draw_numbers(generators))
+
+
+def best(
+    logits: Tensor, history: Sequence[Sequence[int]], sampling: Sampling, prompt_lengths: Sequence[int] | None = None
+) -> Tensor:
+    """What is drawn at temperature 0, where all is on one id, (B,) int64: no probabilities and no random numbers.
+
+    Arguments and refusals are those of `next_token_probabilities`.
+    """
+    # From there on the stages keep the best, whatever else they take out.
+    before = replace(sampling, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, typical_p=1.0)
+    *_, (_, last) = stages(logits, history, before, prompt_lengths)
+    return last.max(-1).indices  # the first of equal ones, as in apply_temperature
 
 
 def draw_numbers(generators: Sequence[torch.Generator]) -> Tensor:

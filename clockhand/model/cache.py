@@ -29,6 +29,9 @@ from clockhand.errors import ClockhandError
 SLACK = 64
 """Tokens a ring keeps beyond its window at least: how far a row with a sliding window can always be cut back."""
 
+STRIDE = 32
+"""`append` looks over a multiple of so many places: whole vectors, and few lengths that differ."""
+
 _FIRST_CAPACITY = 64
 
 
@@ -160,6 +163,34 @@ class KVCache:
         keys[rows, places] = k[rows, columns].to(keys.dtype)
         values[rows, places] = v[rows, columns].to(values.dtype)
         return keys[:, : self._reach].to(k.dtype), values[:, : self._reach].to(v.dtype)
+
+    @property
+    def memory(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Keys and values of all rows, for each layer (B, capacity, K, Dh), for those who `append`."""
+        return self._store.keys, self._store.values
+
+    def append(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """One more token for each of `rows` (n,), whose keys and values the caller writes into `memory` himself.
+
+        Returns its position and its place there, both (n,), and which places it sees, (n, S) bool: itself too, and S
+        reaches as far as the longest of these rows, rounded up to `STRIDE`. Raises `ClockhandError` when a row would
+        outgrow max_seq_len; the cache is then as it was.
+        """
+        positions = self.lengths[rows]  # (n,)
+        longest = int(positions.max()) + 1
+        if longest > self.max_seq_len:
+            raise ClockhandError(f"the cache holds at most max_seq_len = {self.max_seq_len} tokens a row, no more")
+        limit, window = row_capacity(self.config, self.max_seq_len, 1), self.config.sliding_window
+        self._reserve(min(longest, limit), limit)
+        self.lengths[rows] = positions + 1
+        reach = min(-(-longest // STRIDE) * STRIDE, self.capacity)
+        places, own = torch.arange(reach, device=positions.device), positions[:, None]  # (S,), (n, 1)
+        if not window:
+            return positions, positions, places <= own
+        first = self._store.first[self._rows]
+        first[rows] = torch.maximum(first[rows], positions + 1 - self.capacity)
+        held = own - (own - places) % self.capacity  # (n, S): the newest position that belongs in each place
+        return positions, positions % self.capacity, (held >= 0) & (own - held < window)
 
     def can_truncate(self, length: int) -> bool:
         """Whether `truncate(length)` leaves each row what its next token will look back on."""

@@ -19,9 +19,12 @@ def small(monkeypatch):
     monkeypatch.setattr(contest, "build", lambda preset, **changes: ModelConfig(**{**SMALL, **changes}))
     for module in (batch, context, decode, prefill):
         monkeypatch.setattr(module, "limits", lambda: WALLS)
+    monkeypatch.setattr(batch, "compiler", lambda: None)
     for module in (context, decode):
         plain = module.Decoder
-        monkeypatch.setattr(module, "Decoder", lambda *given, plain=plain: plain(*given, compile=False))
+        monkeypatch.setattr(
+            module, "Decoder", lambda *given, plain=plain, **named: plain(*given, **named | {"compile": False})
+        )
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from clockhand.infer.fused import best_runner
 from clockhand.infer.generate import generate
 from clockhand.infer.runner import ReferenceRunner
 from clockhand.infer.settings import GREEDY, Sampling
+from clockhand.model.packed import packed
 from clockhand.model.transformer import Transformer
 
 LIVELY = Sampling(temperature=1.2, top_p=0.95, repetition_penalty=1.3)
@@ -116,6 +117,19 @@ def test_a_request_s_tokens_are_those_it_gets_alone_whatever_joins_or_leaves(kin
             assert had == ids[: len(had)]
         else:
             assert got[number] == (ids, reason)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "int8"])
+def test_in_an_engine_of_another_precision_tokens_are_those_of_the_packed_model(precision):
+    model = small_model()
+    rows = [Request(ids=[5, n], sampling=(GREEDY, LIVELY)[n % 2], max_new_tokens=12, seed=n) for n in range(4)]
+    engine = Engine(model, slots=3, precision=precision)
+    numbers = [engine.submit(request) for request in rows]
+    got = run_out(engine)
+    of_packed = packed(small_model(fresh=True), precision)
+    assert [got[number] for number in numbers] == [alone(of_packed, request) for request in rows]
+    with pytest.raises(ClockhandError, match=f"weights are {precision} already"):
+        Engine(of_packed, precision="fp32")
 
 
 def test_min_new_tokens_keep_end_tokens_from_being_drawn():
@@ -296,15 +310,16 @@ def test_a_full_queue_refuses_and_takes_again_when_there_is_room():
 
 @pytest.mark.parametrize("kind", ["llama", "sliding window"])
 def test_the_memory_is_forecast_to_the_byte_and_taken_before_the_first_request(kind):
-    forecast = Engine(small_model(kind), slots=1, max_seq_len=100).slot_bytes
-    engine = Engine(small_model(kind), slots=3, max_seq_len=100, memory_limit=3 * forecast)
+    one = Engine(small_model(kind), slots=1, max_seq_len=100)
+    forecast, beside = one.slot_bytes, one.weight_bytes
+    engine = Engine(small_model(kind), slots=3, max_seq_len=100, memory_limit=3 * forecast + beside)
     assert engine.kv_bytes == 3 * forecast
     for n in range(6):
         engine.submit(Request(ids=[n] * 60, max_new_tokens=40))
     run_out(engine)
     assert engine.kv_bytes == 3 * forecast
     with pytest.raises(ClockhandError, match=r"slots = 3 need 3 × .* more than memory_limit = .* room for 2"):
-        Engine(small_model(kind), slots=3, max_seq_len=100, memory_limit=3 * forecast - 1)
+        Engine(small_model(kind), slots=3, max_seq_len=100, memory_limit=3 * forecast + beside - 1)
 
 
 @pytest.mark.parametrize("changes", [dict(slots=0), dict(prefill_chunk=0), dict(queue_limit=0), dict(max_seq_len=161)])

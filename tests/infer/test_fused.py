@@ -4,9 +4,11 @@ import pytest
 import torch
 
 from clockhand.config import ModelConfig
-from clockhand.infer.fused import FusedRunner, best_runner, is_fusible
+from clockhand.infer import fused, graphs
+from clockhand.infer.fused import FusedRunner, best_runner, copied_bytes, is_fusible
 from clockhand.infer.runner import ReferenceRunner
 from clockhand.infer.scheduler import Row
+from clockhand.model.packed import packed
 from clockhand.model.transformer import Transformer
 
 SWITCHES = {
@@ -52,9 +54,9 @@ def logits(runner):
 @pytest.mark.parametrize("changes", SWITCHES.values(), ids=SWITCHES)
 def test_the_fused_step_equals_the_plain_one(changes):
     whole = model(**changes)
-    fused = best_runner(whole, 3, 32, 8)
-    assert isinstance(fused, FusedRunner)
-    for got, expected in zip(logits(fused), logits(ReferenceRunner(whole, 3, 32, 8))):
+    runner = best_runner(whole, 3, 32, 8, compile=False)
+    assert isinstance(runner, FusedRunner)
+    for got, expected in zip(logits(runner), logits(ReferenceRunner(whole, 3, 32, 8))):
         # Sums in another order, in fp32, of logits of about 10.
         torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
 
@@ -74,3 +76,69 @@ def test_in_bf16_it_is_as_near_to_fp32_as_the_plain_one():
         for kind in (FusedRunner, ReferenceRunner)
     ]
     assert errors[0] < 2 * errors[1]
+
+
+@pytest.mark.parametrize("precision", ["bf16", "int8", "int4"])
+def test_packed_models_are_fused_too(precision):
+    whole = packed(model(d_ff=64), precision)
+    for got, expected in zip(logits(FusedRunner(whole, 3, 32, 8)), logits(ReferenceRunner(whole, 3, 32, 8))):
+        torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(graphs.compiler() is None, reason="needs a C++ compiler")
+@pytest.mark.parametrize(
+    "kind", ["llama", "normed queries and keys", "layer norm after", "learned positions", "a window"]
+)
+def test_the_compiled_step_equals_the_plain_one_for_any_number_of_rows(kind, monkeypatch, tmp_path):
+    monkeypatch.setenv("CLOCKHAND_CACHE", str(tmp_path))
+    whole = model(**SWITCHES[kind], max_seq_len=96)
+    compiled = FusedRunner(whole, 5, 96, 8, compile=True)
+    plain = ReferenceRunner(whole, 5, 96, 8)
+    for step in range(80):  # over more than one length of 32, and past the window
+        rows = [Row(slot, [(7 * step + slot) % 50], step) for slot in range(1 + 4 * (step < 60))]
+        torch.testing.assert_close(compiled.run(rows), plain.run(rows), atol=1e-4, rtol=1e-4)
+
+    def never(*ignored):
+        raise AssertionError("compiled again")
+
+    monkeypatch.setattr(graphs, "compile_into", never)
+    FusedRunner(whole, 2, 64, 8)  # other sizes, the same graph, taken since it lies there
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(graphs.compiler() is None, reason="needs a C++ compiler")
+def test_the_compiled_step_in_bf16_is_as_near_to_fp32_as_the_plain_one(monkeypatch, tmp_path):
+    monkeypatch.setenv("CLOCKHAND_CACHE", str(tmp_path))
+    exact, low = logits(ReferenceRunner(model(), 3, 32, 8)), model().to(torch.bfloat16)
+    runners = FusedRunner(low, 3, 32, 8, compile=True), ReferenceRunner(low, 3, 32, 8)
+    errors = [max(float((got - want).abs().max()) for got, want in zip(logits(each), exact)) for each in runners]
+    assert errors[0] < 2 * errors[1]
+
+
+def test_idle_slots_are_not_computed(monkeypatch):
+    rows, real = set(), fused.WithRows.product
+    monkeypatch.setattr(fused.WithRows, "product", lambda self, x, matrix: rows.add(len(x)) or real(self, x, matrix))
+    runner = FusedRunner(model(), 32, 32, 8, compile=False)
+    runner.run([Row(slot, [1], 0) for slot in (3, 8, 30)])
+    assert rows == {3}
+
+
+def test_in_fp32_the_logits_of_a_row_are_to_the_bit_those_it_has_among_any_others():
+    if not fused.is_ordered(torch.float32):
+        pytest.skip("without oneDNN sums are in an order that depends on the number of rows")
+    whole = model(d_model=64, d_ff=160)
+    alone, among = (FusedRunner(whole, 9, 32, 8, compile=False) for _ in range(2))
+    for step in range(12):
+        others = [Row(slot, [slot + step], step) for slot in range(1, 9 - step // 2)]
+        row = Row(0, [step], step)
+        assert torch.equal(among.run([row, *others])[0], alone.run([row])[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["llama", "biases", "learned positions", "an untied head"])
+def test_the_weights_it_holds_beside_the_model_are_forecast_to_the_byte(kind, dtype):
+    whole = model(**SWITCHES[kind]).to(dtype)
+    held = FusedRunner(whole, 3, 32, 8, compile=False)._weights.values()
+    tensors = [tensor for each in held for tensor in (each if isinstance(each, list) else [each])]
+    assert copied_bytes(whole) == sum(tensor.numel() * tensor.element_size() for tensor in tensors)

@@ -23,6 +23,7 @@ from clockhand.errors import ClockhandError
 from clockhand.infer.sampling import (
     add_logit_bias,
     apply_temperature,
+    best,
     keep_min_p,
     keep_top_k,
     keep_top_p,
@@ -429,3 +430,14 @@ def test_every_id_of_a_long_tail_has_its_place(monkeypatch):
         monkeypatch.setattr(torch, "rand", lambda *shape, at=number, **_: torch.full(shape, at, dtype=torch.float64))
         assert sample(tail, [torch.Generator()]).item() == id
     assert len(tail.cumsum(-1).unique()) < 20  # on a line in fp32 most ids would have no place
+
+
+@properties
+@given(sampling=samplings, seed=st.integers(0, 1000))
+def test_at_temperature_0_the_best_id_is_what_would_be_drawn_from_its_probabilities(sampling, seed):
+    greedy = dataclasses.replace(sampling, temperature=0.0, frequency_penalty=0.5)
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randint(-3, 4, (4, 40), generator=generator).float()  # with ties
+    history, lengths = [[1, 2, 2], [3, 4, 5], [], [7]], [1, 3, 0, 0]
+    probabilities = next_token_probabilities(logits, history, greedy, lengths)
+    assert torch.equal(best(logits, history, greedy, lengths), sample(probabilities, [generator] * 4))

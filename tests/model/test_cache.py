@@ -14,6 +14,7 @@ from torch import Tensor
 
 from clockhand.errors import ClockhandError
 from clockhand.model import cache as cache_module
+from clockhand.model.attend import Visibility
 from clockhand.model.cache import KVCache, row_capacity
 from clockhand.model.transformer import Transformer, positions_of_padded
 
@@ -242,6 +243,31 @@ def test_whatever_is_done_to_rows_each_stays_as_if_it_were_alone_and_never_forgo
             assert cache.lengths.tolist() == [len(ids) for ids in held]
             if window:
                 assert cache.capacity <= window - 1 + max(widest, slack)
+
+
+@pytest.mark.parametrize("window", [0, 5])
+def test_tokens_appended_to_some_rows_go_where_a_call_would_put_them_and_see_the_same(make_config, window):
+    called, appended = (KVCache(make_config(sliding_window=window), 3, 100) for _ in range(2))
+    for cache in (called, appended):
+        cache.allocate(1)
+    for step in range(90):
+        rows = torch.tensor([[0, 1, 2], [0, 2], [2]][step % 3])
+        expected = torch.full((3, 1), -1)
+        expected[rows, 0] = called.lengths[rows]
+        sees = Visibility(expected, called.begin(expected), window)
+        positions, places, seen = appended.append(rows)
+        assert torch.equal(positions, expected[rows, 0])
+        assert torch.equal(places, called._where[2])
+        assert torch.equal(appended.lengths, called.lengths)
+        whole = torch.zeros(len(rows), max(sees.mask.shape[2], seen.shape[1]), dtype=torch.bool)
+        by_call, by_append = whole.clone(), whole.clone()
+        by_call[:, : sees.mask.shape[2]] = sees.mask[rows, 0]
+        by_append[:, : seen.shape[1]] = seen
+        assert torch.equal(by_append, by_call)
+        assert seen.shape[1] < appended.lengths.max() + 32
+    with pytest.raises(ClockhandError, match="at most max_seq_len = 100 tokens a row"):
+        for _ in range(40):
+            appended.append(torch.tensor([2, 2]))
 
 
 def test_a_sliding_window_costs_the_same_however_long_the_text(make_model, make_ids):
