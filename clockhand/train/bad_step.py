@@ -256,7 +256,8 @@ def _of_its_weights(module: nn.Module) -> str:
 
 
 def _is_float(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_floating_point()
+    """Whether there is a number to look at: an expert without tokens puts out an empty tensor."""
+    return isinstance(value, Tensor) and value.is_floating_point() and value.numel() > 0
 
 
 def _layers(model: Transformer, watch: _Watch, parameters: Mapping[str, Any]) -> Iterator[Layer]:

@@ -117,6 +117,8 @@ class TrainConfig:
         for name in ("beta1", "beta2"):
             require(self, name, 0 <= getattr(self, name) < 1, "in [0, 1)")
         require(self, "adam_eps", self.adam_eps > 0, "above 0")
+        scaled = "auto | float32 | bfloat16; fp16 would need its loss scaled, by a factor no checkpoint holds yet"
+        require(self, "dtype", self.dtype != "float16", scaled)
         for name, allowed in (
             ("dtype", DTYPES),
             ("compile", COMPILE),

@@ -72,6 +72,16 @@ def test_the_first_layer_that_puts_out_no_number_is_named(trainer, parameter, fi
     assert math.isnan(found.loss)
 
 
+def test_a_step_in_which_an_expert_had_no_tokens_is_run_again_too(trainer):
+    run = trainer({"n_experts": 4, "n_experts_per_token": 1})
+    ids = torch.full((2, 32), 5)  # one id over and over goes to few of the four
+    run.windows.batch = lambda number: Batch(ids, ids.clone(), None)
+    spoil(run, "final_norm.weight")
+    run.update()
+    found = replay(*kept(run))
+    assert found.first == "final_norm"
+
+
 def test_an_overflow_between_two_modules_is_placed_by_the_first_that_is_given_it(trainer):
     run = trainer({"norm_position": "pre"})
     with torch.no_grad():  # each of gate and up is a number; only their product is none

@@ -36,3 +36,8 @@ def test_settings_are_read_and_an_unknown_one_is_refused_with_the_nearest():
     assert parse_settings(TrainConfig, ["learning_rate=3e-4", "steps=5"]) == {"learning_rate": 3e-4, "steps": 5}
     with pytest.raises(ClockhandError, match="did you mean 'learning_rate'"):
         from_dict(TrainConfig, {"learningrate": 1e-3}, "--set")
+
+
+def test_fp16_is_refused_with_the_reason():
+    with pytest.raises(ClockhandError, match=r"bfloat16; fp16 would need its loss scaled"):
+        TrainConfig(dtype="float16")
