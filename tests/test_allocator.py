@@ -38,3 +38,24 @@ def test_the_kernel_is_asked_for_the_pages_of_a_freed_tensor_only_once():
 
 def test_asked_to_keep_some_glibc_still_gives_back_what_is_larger():
     assert faults("keep some", 2**24) < faults("keep some", 2**26) / 20
+
+
+LARGE = """
+import re, sys, torch
+from clockhand.allocator import use_large_pages
+def in_large_pages():
+    return 1024 * int(re.search(r"AnonHugePages: +(\\d+)", open("/proc/self/smaps_rollup").read())[1])
+before, numbers = in_large_pages(), torch.arange(2**23)  # 64 MiB
+plain = in_large_pages() - before
+done = use_large_pages(numbers)
+assert torch.equal(numbers, torch.arange(2**23))
+print(done, plain, in_large_pages() - before)
+"""
+
+
+def test_a_tensor_in_large_pages_is_the_same_tensor():
+    done, plain, large = subprocess.check_output([sys.executable, "-c", LARGE], text=True).split()
+    if done == "False":
+        pytest.skip("this kernel does not do it")
+    assert int(large) >= 2**25
+    assert int(large) > int(plain) or int(plain) >= 2**25  # the control: some kernels do so unasked

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from clockhand.allocator import keep_freed_memory
+from clockhand.allocator import keep_freed_memory, use_large_pages
 from clockhand.count import total_parameters
 from clockhand.errors import ClockhandError
 from clockhand.infer.block import block, dense, embed, hidden_norm
@@ -230,6 +230,7 @@ class Decoder:
             tensors.clear()
             for layer in range(config.n_layers):
                 grown = torch.zeros(shape, dtype=self.cache_dtype)
+                use_large_pages(grown, now=False)  # it is not written yet, nor perhaps ever
                 if old:
                     grown[:held] = old[layer]
                 tensors.append(grown)

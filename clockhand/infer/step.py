@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from clockhand.config import ModelConfig
-from clockhand.infer.block import Products, block, dense, embed, hidden_norm, norm, stored
+from clockhand.infer.block import Products, block, dense, embed, hidden_norm, norm, stored, turn
 from clockhand.infer.graphs import Run, graph_file, load_or_compile, sources
 from clockhand.infer.weights import Weights, bias_of, head_of, joined, matrix_of, rows_of, stack_weights
 from clockhand.model.packed import GROUP, Matrix, unpack
@@ -166,7 +166,7 @@ def step_file(config: ModelConfig, precision: str, cache_dtype: torch.dtype) -> 
 @cache
 def _source() -> str:
     parts: tuple[Any, ...] = (stack_weights, joined, matrix_of, block, dense, norm, bias_of, stored, hidden_norm)
-    parts += (head_of, rows_of, embed, Products, WithOne, Step, remember, attend_one, _export, unpack, rotate)
+    parts += (head_of, rows_of, embed, turn, Products, WithOne, Step, remember, attend_one, _export, unpack, rotate)
     return f"{SLOTS} {LANES} {GROUP}" + sources(*parts)
 
 

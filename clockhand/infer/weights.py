@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from clockhand.allocator import use_large_pages
 from clockhand.model.attention import Attention
 from clockhand.model.moe import MixtureOfExperts
 from clockhand.model.packed import Matrix, Packed, pack
@@ -123,10 +124,14 @@ def keep_weights(model: Transformer) -> None:
 
 
 def weights_of(model: Transformer, precision: str) -> Weights:
+    """The weights of `model`, its own copy or the one that is kept."""
     with _keeping:
         kept = _kept.get(model)
-        if kept is None:
-            return stack_weights(model, precision)
-        if precision not in kept:
-            kept[precision] = stack_weights(model, precision)
-        return kept[precision]
+        if kept is not None and precision in kept:
+            return kept[precision]
+        weights = stack_weights(model, precision)
+        for tensor in weights.values():
+            use_large_pages(tensor)
+        if kept is not None:
+            kept[precision] = weights
+        return weights
