@@ -18,12 +18,13 @@ if TYPE_CHECKING:
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4  # from malloc.h
 _LARGEST_BLOCK = 2**25  # that glibc will not hand to the kernel at once, if blocks of some size still are
+_keeps_all = False  # what a training in this process has asked for
 
 
 def keep_freed_memory(most: int | None = None) -> bool:
     """Asks glibc to keep what is freed: all of it, or at most so many bytes, and then only of blocks up to 32 MiB.
 
-    Returns whether it will: elsewhere (macOS, musl, Windows) nothing changes. Nor is all taken back by some.
+    Returns whether it will: elsewhere (macOS, musl, Windows) nothing changes. Where all is kept already, it stays so.
     """
     global _keeps_all
     if not sys.platform.startswith("linux"):
@@ -36,9 +37,6 @@ def keep_freed_memory(most: int | None = None) -> bool:
         _keeps_all = bool(mallopt(_M_MMAP_MAX, 0)) and bool(mallopt(_M_TRIM_THRESHOLD, -1))
         return _keeps_all
     return _keeps_all or (bool(mallopt(_M_MMAP_THRESHOLD, _LARGEST_BLOCK)) and bool(mallopt(_M_TRIM_THRESHOLD, most)))
-
-
-_keeps_all = False
 
 
 _MADV_HUGEPAGE, _MADV_COLLAPSE = 14, 25  # from linux/mman.h

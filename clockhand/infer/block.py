@@ -1,20 +1,21 @@
-"""The arithmetic of one block, for one token and for many: written once, since only two things differ.
+"""The arithmetic of one block, for one token, a prompt and many streams: written once, since only two things differ.
 
     products    how a matrix is multiplied, and what is done to the product at once
     attend      how keys and values are kept and looked at
 
-Those of one token are in `step.py`, those of a prompt in `prompt.py`. What is computed is what
-`model/transformer.py` says, which both are tested against.
+Those of one token are in `step.py`, those of a prompt in `prompt.py`, those of many streams in `fused.py`. What is
+computed is what `model/transformer.py` says, which all three are tested against.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from clockhand.config import ModelConfig
-from clockhand.infer.weights import Weights, bias_of, matrix_of, rows_of
+from clockhand.infer.weights import Weights, bias_of, head_of, joined, matrix_of, rows_of, stack_weights
 from clockhand.model.packed import Matrix, unpack
 from clockhand.model.rope import rotate
 
@@ -142,3 +143,10 @@ def embed(weights: Weights, ids: Tensor, dtype: torch.dtype) -> Tensor:  # (T,) 
 def stored(x: Tensor) -> Tensor:
     """x, and in a compiled graph the promise that it lies in memory (as_strided needs an address)."""
     return torch.as_strided(x, x.size(), x.stride()) if torch.compiler.is_compiling() else x
+
+
+IN_EVERY_GRAPH: tuple[Any, ...] = (
+    *(stack_weights, joined, matrix_of, bias_of, head_of, rows_of, unpack),
+    *(Products, block, dense, norm, turn, rotate, hidden_norm, embed, stored),
+)
+"""Whose code a compiled graph depends on, whatever it is for: of other code it would be another graph."""

@@ -24,13 +24,13 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from clockhand.config import ModelConfig
-from clockhand.infer.block import Products, block, dense, embed, hidden_norm, norm, stored
+from clockhand.infer.block import IN_EVERY_GRAPH, Products, block, embed, hidden_norm, stored
 from clockhand.infer.graphs import Run, graph_file, load_or_compile, sources
 from clockhand.infer.runner import ReferenceRunner, Runner
 from clockhand.infer.scheduler import Row
-from clockhand.infer.weights import Weights, bias_of, head_of, joined, matrix_of, rows_of, stack_weights
+from clockhand.infer.weights import Weights, head_of, stack_weights
 from clockhand.model.packed import Matrix, precision_of, unpack
-from clockhand.model.rope import rotate, rotation
+from clockhand.model.rope import rotation
 from clockhand.model.transformer import Transformer
 
 
@@ -169,6 +169,7 @@ def _no_experts(x: Tensor, layer: int) -> Tensor:
 
 
 def is_compiled(config: ModelConfig, precision: str, dtype: torch.dtype) -> bool:
+    """Whether the step lies in the cache folder."""
     return _file(config, precision, dtype).is_file()
 
 
@@ -178,9 +179,7 @@ def _file(config: ModelConfig, precision: str, dtype: torch.dtype) -> Path:
 
 @cache
 def _source() -> str:
-    parts: tuple[Any, ...] = (stack_weights, joined, matrix_of, block, dense, norm, bias_of, stored, hidden_norm)
-    parts += (head_of, rows_of, embed, Products, WithRows, ManyStep, attend_rows, _export, unpack, rotate)
-    return sources(*parts)
+    return sources(*IN_EVERY_GRAPH, _in_order, WithRows, ManyStep, attend_rows, _export)
 
 
 def _export(config: ModelConfig, dtype: torch.dtype, example: tuple[Any, ...]) -> torch.export.ExportedProgram:

@@ -23,11 +23,10 @@ import torch
 from torch import Tensor, nn
 
 from clockhand.config import ModelConfig
-from clockhand.infer.block import Products, block, dense, embed, hidden_norm, norm, stored, turn
+from clockhand.infer.block import IN_EVERY_GRAPH, Products, block, dense, embed, hidden_norm, stored
 from clockhand.infer.graphs import Run, graph_file, load_or_compile, sources
-from clockhand.infer.weights import Weights, bias_of, head_of, joined, matrix_of, rows_of, stack_weights
-from clockhand.model.packed import GROUP, Matrix, unpack
-from clockhand.model.rope import rotate
+from clockhand.infer.weights import Weights, head_of
+from clockhand.model.packed import GROUP, Matrix
 
 SLOTS = 64
 """Slots in a block of the cache."""
@@ -155,6 +154,7 @@ def attend_one(q: Tensor, memory: tuple[Tensor, Tensor], seen: Tensor) -> Tensor
 
 
 def is_compiled(config: ModelConfig, precision: str, cache_dtype: torch.dtype = torch.float32) -> bool:
+    """Whether the step lies in the cache folder."""
     return step_file(config, precision, cache_dtype).is_file()
 
 
@@ -165,9 +165,7 @@ def step_file(config: ModelConfig, precision: str, cache_dtype: torch.dtype) -> 
 
 @cache
 def _source() -> str:
-    parts: tuple[Any, ...] = (stack_weights, joined, matrix_of, block, dense, norm, bias_of, stored, hidden_norm)
-    parts += (head_of, rows_of, embed, turn, Products, WithOne, Step, remember, attend_one, _export, unpack, rotate)
-    return f"{SLOTS} {LANES} {GROUP}" + sources(*parts)
+    return f"{SLOTS} {LANES} {UNSEEN} {GROUP}" + sources(*IN_EVERY_GRAPH, WithOne, Step, remember, attend_one, _export)
 
 
 def compile_seconds(config: ModelConfig) -> float:

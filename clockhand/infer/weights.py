@@ -1,4 +1,4 @@
-"""The weights of a model as the fast ways for one text read them: all layers of a kind in one tensor.
+"""The weights of a model as the fast ways read them, for one text and for many: all layers of a kind in one tensor.
 
     weights["qkv"]          (L, (H + 2K)·Dh, D)     q, k and v of a layer in one matrix
     weights["qkv.scale"]    int8: (L, rows); int4: (L, rows, D/32); else empty
@@ -22,7 +22,7 @@ from clockhand.model.packed import Matrix, Packed, pack
 from clockhand.model.transformer import Transformer
 
 Weights = dict[str, Tensor]
-"""All weights by name, each stacked over the layers: few tensors, since handing one to the graph costs time."""
+"""By the names above. Where `fused.py` has put the matrices in an order of their own, a list of them, one a layer."""
 
 
 def stack_weights(model: Transformer, precision: str) -> Weights:

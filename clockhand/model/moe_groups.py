@@ -28,7 +28,7 @@ ROWS = 32
 """An expert's rows are padded to a multiple of this."""
 
 
-class Places(NamedTuple):
+class Grouping(NamedTuple):
     """Which pair of the N·k (token, choice) pairs has which of the R rows."""
 
     row_of_pair: Tensor  # (N, k) int64
@@ -36,7 +36,7 @@ class Places(NamedTuple):
     ends: Tensor  # (E,) int64: behind the last row of each expert, padding included
 
 
-def places(experts: Tensor, n_experts: int) -> Places:
+def group(experts: Tensor, n_experts: int) -> Grouping:
     """Rows for `experts` (N, k), the choices of N tokens. An expert's rows keep the order of the tokens."""
     pairs = experts.flatten()
     chosen = (pairs[:, None] == torch.arange(n_experts, device=pairs.device)).long()  # (N·k, E)
@@ -47,7 +47,7 @@ def places(experts: Tensor, n_experts: int) -> Places:
     most = (len(pairs) + n_experts * (ROWS - 1)) // ROWS * ROWS
     nobody = torch.full((most,), len(pairs), device=pairs.device)
     pair_of_row = nobody.scatter(0, row_of_pair, torch.arange(len(pairs), device=pairs.device))
-    return Places(row_of_pair.view_as(experts), pair_of_row, ends)
+    return Grouping(row_of_pair.view_as(experts), pair_of_row, ends)
 
 
 def can_group(experts: nn.ModuleList) -> bool:
@@ -63,19 +63,21 @@ def run_experts(tokens: Tensor, experts: nn.ModuleList, chosen: Tensor, weights:
     """
     device = tokens.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else tokens.dtype
-    where = places(chosen, len(experts))
+    grouping = group(chosen, len(experts))
 
     def project(name: str, rows: Tensor) -> Tensor:
         matrices = [getattr(expert, name).weight for expert in experts]
-        return _Project.apply(rows, where.ends, *matrices)
+        return _Project.apply(rows, grouping.ends, *matrices)
 
-    rows = _Spread.apply(tokens.to(dtype), where.row_of_pair, where.pair_of_row)  # (R, D)
+    rows = _Spread.apply(tokens.to(dtype), grouping.row_of_pair, grouping.pair_of_row)  # (R, D)
     first = experts[0]
     if isinstance(first, SwiGLU):
         risen = F.silu(project("gate_proj", rows)) * project("up_proj", rows)  # (R, F)
     else:
         risen = first.activation(project("up_proj", rows))  # type: ignore[operator]
-    return _Collect.apply(project("down_proj", risen), weights.to(tokens.dtype), where.row_of_pair, where.pair_of_row)
+    return _Collect.apply(
+        project("down_proj", risen), weights.to(tokens.dtype), grouping.row_of_pair, grouping.pair_of_row
+    )
 
 
 class _Spread(torch.autograd.Function):

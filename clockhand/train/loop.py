@@ -82,8 +82,8 @@ def train(
 
     `ranks` are the processes that share the work (`parallel.joined`). `resume` "never" refuses a folder with a run
     in it, "must" one without a checkpoint. `timed` forecasts the time too, for which a long run tries some steps before
-    it begins. Returns the last evaluation. Raises `Interrupted` after SIGINT or
-    SIGTERM, with everything saved, and `ClockhandError` for what cannot be honoured.
+    it begins. Returns the last evaluation. Raises `Interrupted` after SIGINT or SIGTERM, with everything saved, and
+    `ClockhandError` for what cannot be honoured.
     """
     try:
         trainer = Trainer(model_config, train_config, corpus, Path(out), reporter or Reporter(), ranks, resume, timed)

@@ -1,8 +1,12 @@
 """The folder of compiled graphs."""
 
+import inspect
 import os
+from types import CodeType
 
-from clockhand.infer import graphs
+import pytest
+
+from clockhand.infer import fused, graphs, step
 
 
 def test_of_many_graphs_those_used_last_stay_and_nothing_else_is_touched(tmp_path, monkeypatch):
@@ -21,3 +25,29 @@ def test_loading_a_graph_counts_as_using_it(tmp_path, monkeypatch):
     os.utime(file, (1000, 1000))
     graphs.load(file)
     assert file.stat().st_mtime > 1000
+
+
+def _called(part):
+    """The functions and classes of clockhand/infer that the code of a function, or of a class's methods, names."""
+    functions = [each for each in vars(part).values() if inspect.isfunction(each)] if inspect.isclass(part) else [part]
+    for function in functions:
+        codes = [function.__code__]
+        for code in codes:
+            codes += [each for each in code.co_consts if isinstance(each, CodeType)]
+            for name in code.co_names:
+                found = function.__globals__.get(name)
+                if callable(found) and getattr(found, "__module__", "").startswith("clockhand.infer."):
+                    yield inspect.unwrap(found)
+
+
+@pytest.mark.parametrize(("module", "whole"), [(step, step.Step), (fused, fused.ManyStep)])
+def test_a_graph_is_another_one_when_anything_that_its_step_calls_is_written_otherwise(module, whole, monkeypatch):
+    named = []
+    monkeypatch.setattr(module, "sources", lambda *parts: named.extend(parts) or "")
+    module._source.__wrapped__()
+    # The first says nothing but how matrices lie, which is in the name by itself; the second cannot be called.
+    reached, aside = [whole], ("is_ordered", "_no_experts")
+    for part in reached:
+        reached += [each for each in _called(part) if each not in reached and each.__name__ not in aside]
+    assert len(reached) > 10
+    assert {each.__name__ for each in reached} <= {part.__name__ for part in named}

@@ -9,7 +9,7 @@ from torch.library import opcheck
 
 from clockhand.model.attend import Visibility
 from clockhand.model.moe import MixtureOfExperts, Routing, balance_loss, route
-from clockhand.model.moe_groups import ROWS, _products, _products_over_rows, places
+from clockhand.model.moe_groups import ROWS, _products, _products_over_rows, group
 from clockhand.model.transformer import run_block
 
 
@@ -81,14 +81,14 @@ def test_experts_in_groups_of_rows_equal_the_dispatch_in_values_and_gradients(
 @pytest.mark.parametrize("chosen", [[[2], [2], [0], [2]], [[1, 0], [1, 2]]])
 def test_rows_of_an_expert_lie_together_and_are_padded(chosen):
     chosen = torch.tensor(chosen)
-    where = places(chosen, 4)
-    for pair, (expert, row) in enumerate(zip(chosen.flatten(), where.row_of_pair.flatten())):
-        assert where.pair_of_row[row] == pair
-        begin = where.ends[expert - 1] if expert else 0
-        assert begin <= row < where.ends[expert]
-    assert (where.ends % ROWS == 0).all()
-    assert where.ends[3] == where.ends[2], "expert 3 has no rows"
-    assert (where.pair_of_row < chosen.numel()).sum() == chosen.numel()
+    grouping = group(chosen, 4)
+    for pair, (expert, row) in enumerate(zip(chosen.flatten(), grouping.row_of_pair.flatten())):
+        assert grouping.pair_of_row[row] == pair
+        begin = grouping.ends[expert - 1] if expert else 0
+        assert begin <= row < grouping.ends[expert]
+    assert (grouping.ends % ROWS == 0).all()
+    assert grouping.ends[3] == grouping.ends[2], "expert 3 has no rows"
+    assert (grouping.pair_of_row < chosen.numel()).sum() == chosen.numel()
 
 
 def test_the_number_of_rows_does_not_depend_on_who_chooses_what():
@@ -98,9 +98,9 @@ def test_the_number_of_rows_does_not_depend_on_who_chooses_what():
             sizes = set()
             for seed in range(5):
                 chosen = draw(seed, tokens, n_experts).topk(k).indices
-                where = places(chosen, n_experts)
-                assert where.ends[-1] <= len(where.pair_of_row)
-                sizes.add(len(where.pair_of_row))
+                grouping = group(chosen, n_experts)
+                assert grouping.ends[-1] <= len(grouping.pair_of_row)
+                sizes.add(len(grouping.pair_of_row))
             assert len(sizes) == 1
 
 
