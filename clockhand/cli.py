@@ -17,7 +17,6 @@ import sys
 import traceback
 import typing
 from collections.abc import Callable, Collection, Iterator
-from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -423,6 +422,7 @@ def plan(
 
     from clockhand import inspection
     from clockhand.train.plan import fit_micro_batch, measure_speed, plan_json
+    from clockhand.train.runs import duration
     from clockhand.train.settle import settle
 
     config = TrainConfig(**fields)
@@ -444,7 +444,7 @@ def plan(
     for name, size in found["memory"].items():
         print(f"  {name:<12}{size / 1e9:9.3f} GB")
     print(f"  {found['tok_per_s']:,.0f} tok/s, {found['seconds_per_step']:.3f} s a step")
-    print(f"  {config.steps:,} steps, {found['tokens']:,} tokens: {timedelta(seconds=round(found['seconds']))}")
+    print(f"  {config.steps:,} steps, {found['tokens']:,} tokens: {duration(found['seconds'])}")
 
 
 @app.command("runs")
@@ -691,7 +691,12 @@ def evaluate(
         if against is not None:
             answer = vars(compare(network, other_model(model, against, tokenizer), batches)) | {"seq_len": seq_len}
         else:
-            result = evaluation_of(network, batches, tokenizer.token_bytes)
+            try:
+                result = evaluation_of(network, batches, tokenizer.token_bytes)
+            except ClockhandError as error:  # where nothing was read, why says more than that
+                if is_corpus(data) or report.documents:
+                    raise
+                raise ClockhandError(f"no text in {data}: {'; '.join(report.lines()) or error}") from None
             derived = {name: getattr(result, name) for name in ("loss", "perplexity", "bits_per_byte")}
             answer = vars(result) | derived | {"seq_len": seq_len}
     for line in report.lines():
@@ -1028,11 +1033,11 @@ def print_certificate(
     import tempfile
 
     from clockhand.train.pretrain import corpus_for, model_config_for
-    from clockhand.train.prove import lines_of
+    from clockhand.train.prove import MOST_KILLS, lines_of
     from clockhand.train.prove import prove_resume as prove
 
-    if kills < 1:
-        raise ClockhandError(f"--kills {kills} must be at least 1")
+    if not 1 <= kills <= MOST_KILLS:
+        raise ClockhandError(f"--kills {kills} must be between 1 and {MOST_KILLS:,}")
     if "RANK" in os.environ:
         raise ClockhandError("--prove-resume starts its own processes: run it without torchrun")
     if config.parallel in ("ddp", "fsdp"):
@@ -1313,7 +1318,7 @@ def outcome(error: Exception) -> tuple[int, str | None]:
         return 0, ""
     if isinstance(error, ClockhandError):
         return 1, f"error: {error}"
-    full = ("not enough memory", "out of memory")  # torch has no exception of its own for the first
+    full = ("not enough memory", "out of memory", "can't allocate memory")  # torch has no exception for the CPU's
     if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and any(map(str(error).__contains__, full))):
         return 1, "error: not enough memory; a smaller model, batch_size or seq_len needs less (--debug shows where)"
     if isinstance(error, OSError) and error.strerror:

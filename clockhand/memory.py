@@ -11,6 +11,7 @@ from clockhand.errors import ClockhandError
 
 TRAINING_BYTES = 16
 """Of one parameter in training: the weight, its gradient and AdamW's two moments, all fp32. Activations come on top."""
+FP32 = 4
 
 
 def total_memory() -> int | None:
@@ -23,14 +24,23 @@ def total_memory() -> int | None:
     return min(found, default=None)
 
 
-def refuse_beyond_memory(config: ModelConfig) -> None:
-    """Raises `ClockhandError` for a model whose training cannot fit, whatever the batch."""
+def refuse_beyond_memory(config: ModelConfig, rows: int = 0, seq_len: int = 0) -> None:
+    """Raises `ClockhandError` for a model whose training cannot fit: whatever the batch, or in micro-batches of `rows`
+    of `seq_len` tokens. Beside weights and what the optimizer remembers at least the inputs of all blocks are there.
+    """
     needed, there = total_parameters(config) * TRAINING_BYTES, total_memory()
     if there is not None and needed > there:
         raise ClockhandError(
             f"a model of {total_parameters(config):,} parameters needs {needed / 2**30:,.1f} GiB to train "
             f"({TRAINING_BYTES} bytes each), and this machine has {there / 2**30:,.1f}; take a smaller preset, "
             "fewer n_layers or a smaller d_model"
+        )
+    inputs = rows * seq_len * config.d_model * FP32 * config.n_layers
+    needed = inputs + total_parameters(config) * (TRAINING_BYTES - FP32)  # gradients come when activations go
+    if there is not None and needed > there:
+        raise ClockhandError(
+            f"batch_size = {rows} rows of seq_len = {seq_len} need more than {needed / 2**30:,.1f} GiB to train, and "
+            f"this machine has {there / 2**30:,.1f}; take fewer, and accumulate more (--fit-memory does)"
         )
 
 

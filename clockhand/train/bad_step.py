@@ -95,7 +95,10 @@ def keep_bad_step(out: Path, model: Transformer, batches: list[Batch], record: M
     # A later one is from before the run went back to a checkpoint: it will come again, or is worth keeping if not.
     kept = sorted(file for file in root.glob("step-*.safetensors") if file.name <= path.name)
     for file in kept[:-keep]:
-        file.unlink()
+        try:
+            file.unlink()
+        except OSError as error:
+            raise ClockhandError(f"kept as {path}, but {file} cannot be removed: {error.strerror}") from error
     return path
 
 
@@ -177,6 +180,8 @@ def _number(value: Any) -> str:
 
 def open_bad_step(file: Path) -> tuple[dict[str, Any], Transformer, list[Batch]]:
     """The record, the model before the step and its micro-batches."""
+    if file.is_dir():
+        raise ClockhandError(f"'{file}' is a folder: give a file of a run folder's {FOLDER}/")
     try:
         with safe_open(file, "pt") as stored:
             tensors = dict(zip(names := list(stored.keys()), map(stored.get_tensor, names)))

@@ -104,8 +104,10 @@ def open_checkpoint(folder: Path) -> Checkpoint:
         files, step = state["files"], state["step"]
         whole = all(type(file["size"]) is int and isinstance(file["sha256"], str) for file in files.values())
         whole = whole and all(isinstance(state[section], dict) for section in ("model", "train", "data"))
-        whole = whole and isinstance(state["data"]["sha256"], str) and isinstance(state["seconds"], (int, float))
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        whole = whole and isinstance(state["data"]["sha256"], str) and math.isfinite(state["seconds"])
+        whole = whole and any(name.startswith("model") for name in files)  # its weights, in one file or several
+        whole = whole and (folder.name == BEST or TENSORS_FILE in files)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
         whole = False
     if not whole:
         raise ClockhandError(f"{folder / STATE_FILE} is missing or damaged")
@@ -131,14 +133,18 @@ def restore(checkpoint: Checkpoint, model: Transformer, optimizer: Optimizer) ->
     load_optimizer_tensors(model, optimizer, load_file(checkpoint.folder / TENSORS_FILE))
 
 
-def remove_old(root: Path, keep_last: int, step: int) -> None:
+def remove_old(root: Path, keep_last: int, step: int, warn: Callable[[str], None]) -> None:
     """Keeps the last `keep_last` checkpoints up to `step` (0 keeps all).
 
-    One beyond `step` is a damaged one that was skipped. It does not count, or it might push out a whole one.
+    One that cannot be removed is a line to `warn`. One beyond `step` is a damaged one that was skipped: it does not
+    count, or it might push out a whole one.
     """
     reached = [folder for folder in _folders(root) if _step_of(folder) <= step]
     for folder in reached[:-keep_last] if keep_last else []:
-        shutil.rmtree(folder)
+        try:
+            shutil.rmtree(folder)
+        except OSError as error:  # no reason to stop a run that can still save
+            warn(f"cannot remove {folder}: {error.strerror}; it stays")
 
 
 def _folders(root: Path) -> list[Path]:

@@ -111,7 +111,10 @@ class TrainConfig:
             require(self, name, getattr(self, name) >= 0, "0 or more")
         for name in ("warmup_steps", "eval_every", "save_every", "sample_every"):
             require(self, name, getattr(self, name) >= 0, f"0 or more, or {AUTO} (as the length of the run has it)")
-        require(self, "seed", self.seed < 2**63, "below 2**63")
+        for name in ("steps", "eval_windows", "sample_tokens", "seed", "keep_last", "keep_bad_steps"):
+            require(self, name, getattr(self, name) < 2**63, "below 2**63")
+        stored = self.sample_prompt.encode("utf-8", "ignore").decode()  # a terminal may give halves of characters
+        require(self, "sample_prompt", stored == self.sample_prompt, "text that UTF-8 can hold")
         for name in ("weight_decay", "clip_norm"):
             require(self, name, getattr(self, name) >= 0, "0 or more")
         for name in ("beta1", "beta2"):

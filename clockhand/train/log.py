@@ -30,7 +30,9 @@ class RunLog:
     def __init__(self, path: Path, step: int) -> None:
         """Opens `path` for a run that stands at `step`: only whole lines of earlier steps are kept."""
         self.path = path
-        kept = [row for row in read_log(path) if row["step"] < step]
+        rows = read_log(path)
+        kept = [row for row in rows if row["step"] < step]
+        _refuse_lost_lines(path, len(rows), kept[-1]["step"] + 1 if kept else 0, step)
         write_text(path, "".join(_line(row) for row in kept))
         self._file = path.open("a", encoding="utf-8")
 
@@ -70,21 +72,45 @@ def read_log(path: Path) -> list[dict[str, Any]]:
 
     Raises `ClockhandError` for a line that is whole and yet none that `RunLog` writes: somebody else has.
     """
-    if not path.exists():
-        return []
     rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1], 1):
+    for number, line in enumerate(_lines(path), 1):
         try:
-            row = json.loads(line)
+            row = json.loads(line, parse_constant=lambda name: None)  # NaN and Infinity are other programs' null
         except (ValueError, RecursionError):
             break
         if not isinstance(row, dict) or type(row.get("step")) is not int:
             raise ClockhandError(f"line {number} of {path} has no step; take it out, or move the file away")
         for key in row.keys() & NUMBERS:
-            if not isinstance(row[key], (int, float, type(None))):
+            if row[key] is not None and not _is_number(row[key]):
                 raise ClockhandError(f"line {number} of {path} has {key} = {row[key]!r}, which is no number")
         rows.append(row)
     return rows
+
+
+def _lines(path: Path) -> list[str]:
+    if not path.exists():
+        return []
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]
+    except OSError as error:
+        raise ClockhandError(f"cannot read {path}: {error.strerror}") from error
+
+
+def _is_number(value: Any) -> bool:
+    try:
+        return type(value) in (int, float) and math.isfinite(value)
+    except OverflowError:  # a whole number beyond all floats
+        return False
+
+
+def _refuse_lost_lines(path: Path, whole: int, reached: int, step: int) -> None:
+    """A run that stands at `step` has brought all lines before it to the disk. One of them that is damaged since would
+    take with it those behind it, which are whole: what to do about that is for a person to say."""
+    if reached < step and whole < len(_lines(path)):
+        raise ClockhandError(
+            f"line {whole + 1} of {path} is damaged, and the run stands at step {step}; take it out, or move the file "
+            "away"
+        )
 
 
 def _line(row: dict[str, Any]) -> str:

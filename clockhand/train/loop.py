@@ -32,7 +32,7 @@ from clockhand.config import ModelConfig
 from clockhand.data.loader import Batch, TrainWindows, ValidationWindows
 from clockhand.data.shards import Corpus
 from clockhand.errors import ClockhandError
-from clockhand.infer.generate import generate_text
+from clockhand.infer.generate import generate_text, prompt_ids
 from clockhand.infer.settings import Sampling
 from clockhand.interop.hf import save_model
 from clockhand.memory import refuse_beyond_memory
@@ -116,7 +116,7 @@ class Trainer:
         self.reporter = reporter if self.ranks.leads else Reporter()
         device = _device(config)
         if device.type == "cpu":
-            refuse_beyond_memory(model_config)
+            refuse_beyond_memory(model_config, -(-config.batch_size // self.ranks.size), config.seq_len)
         opened = self.ranks.once(lambda: self._open_folder(model_config, config, device))
         self.config = config = replace(config, **opened["settled"])
         at = opened["resume"]["state"]["step"] if opened["resume"] else 0
@@ -347,7 +347,7 @@ class Trainer:
         memory, whole = optimizer_tensors(self.model, self.optimizer), self.ranks.whole(self.model)
         if self.ranks.leads and whole is not None:
             save_checkpoint(root, whole, memory, self.corpus.tokenizer, state)
-            remove_old(root, self.config.keep_last, self.step)
+            remove_old(root, self.config.keep_last, self.step, self.reporter.note)
         self.saved_step = self.step
 
     def save_if_best(self, loss: float) -> None:
@@ -399,6 +399,9 @@ def _refuse_rank_misfits(config: TrainConfig, mode: str) -> None:
 def _refuse_misfits(model_config: ModelConfig, config: TrainConfig, corpus: Corpus) -> None:
     if config.seq_len > model_config.max_seq_len:
         raise ClockhandError(f"seq_len = {config.seq_len} must be at most max_seq_len = {model_config.max_seq_len}")
+    length, most = len(prompt_ids(corpus.tokenizer, config.sample_prompt)), model_config.max_seq_len
+    if config.sample_every and length > most:
+        raise ClockhandError(f"sample_prompt is of {length} tokens, and must be of at most max_seq_len = {most}")
     ids = corpus.tokenizer.vocab_size
     if model_config.vocab_size < ids:
         raise ClockhandError(

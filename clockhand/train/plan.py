@@ -38,6 +38,7 @@ from clockhand.allocator import keep_freed_memory
 from clockhand.config import ModelConfig
 from clockhand.count import total_parameters
 from clockhand.errors import ClockhandError
+from clockhand.memory import refuse_beyond_memory
 from clockhand.model.transformer import Transformer, without_weights
 from clockhand.train.compiled import compile_blocks
 from clockhand.train.config import TrainConfig
@@ -162,6 +163,7 @@ def measure_speed(model: ModelConfig, config: TrainConfig) -> Speed:
     """Trains a few steps on random ids, with one block and with a few, and draws the line to all of them."""
     keep_freed_memory()  # as the run will
     few = min(model.n_layers, TRIAL_BLOCKS)
+    refuse_beyond_memory(dataclasses.replace(model, n_layers=few), config.batch_size, config.seq_len)
     one, some = _trial(model, config, 1), _trial(model, config, few)
     more = (model.n_layers - few) / max(few - 1, 1)
     micro, update, read = (b + more * max(b - a, 0) for a, b in zip(one, some))

@@ -5,11 +5,12 @@ The loop tells a `Reporter` what happened and knows nothing of how it looks. A r
 
 import sys
 import time
-from datetime import timedelta
 from typing import Any, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from clockhand.train.runs import duration
 
 SECONDS_BETWEEN_LINES = 10.0
 
@@ -46,7 +47,7 @@ class LineReporter(Reporter):
             self._last_line = now
             done = row["step"] - self._first
             left = (now - self._started) / done * (self._steps - row["step"]) if done else None
-            ending = "" if left is None else f"  {timedelta(seconds=round(left))} left"
+            ending = "" if left is None else f"  {duration(left)} left"
             self._print(f"step {row['step']}/{self._steps}  {describe(row)}{ending}")
         if "sample" in row:
             self._print(indented(row["sample"]))

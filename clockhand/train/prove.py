@@ -33,6 +33,7 @@ from clockhand.train.config import TrainConfig
 from clockhand.train.log import CLOCKED, read_log
 
 SECONDS_BETWEEN_LOOKS = 0.001
+MOST_KILLS = 10_000
 
 
 @dataclass(frozen=True)

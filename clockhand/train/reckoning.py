@@ -15,8 +15,9 @@ from clockhand.train.config import TrainConfig
 from clockhand.train.plan import Memory, Speed, forecast_memory, forecast_seconds, measure_speed
 from clockhand.train.runs import duration
 
-WORTH = {"off": 200, "on": 2000}
-"""Steps ahead, by `compile`, that make measuring the speed worth it: it costs some five steps, and tracing a block."""
+WORTH = 200
+"""Steps ahead that make measuring the speed worth it: it costs some five steps and, where blocks are compiled, a second
+to trace one for its memory. What is compiled for it the run finds done (LOG.md)."""
 Result = TypeVar("Result")
 
 
@@ -26,7 +27,7 @@ class Reckoning:
     def __init__(self, model: ModelConfig, config: TrainConfig, step: int, timed: bool) -> None:
         """`timed` says whether somebody wants to know the time, for which some steps are tried out."""
         self._config, self._first = config, step
-        worth = timed and config.steps - step >= WORTH[config.compile]
+        worth = timed and config.steps - step >= WORTH
         self._speed: Speed | None = measure_speed(model, config) if worth else None
         known = worth or config.compile == "off"
         self._memory: Memory | None = forecast_memory(model, config) if known else None

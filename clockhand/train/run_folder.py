@@ -27,7 +27,7 @@ from clockhand.disk import remove_leftovers, write_text
 from clockhand.errors import ClockhandError
 from clockhand.lock import release, take
 from clockhand.train.config import MAY_CHANGE
-from clockhand.train.runs import CONFIG, LOCK, read_run_config
+from clockhand.train.runs import CONFIG, LOCK, has_checkpoints, read_run_config
 
 
 def trained_seq_len(folder: str | Path) -> int | None:
@@ -38,8 +38,8 @@ def trained_seq_len(folder: str | Path) -> int | None:
 
 
 def is_run_folder(folder: Path) -> bool:
-    """Whether a run has been started in it."""
-    return read_run_config(folder) is not None
+    """Whether a run has been started in it, be it that its config.json is damaged: the checkpoints say the same."""
+    return read_run_config(folder) is not None or has_checkpoints(folder)
 
 
 def started_train(out: Path) -> dict[str, Any] | None:
@@ -64,7 +64,8 @@ def open_run_folder(out: Path) -> None:
         remove_leftovers(out)
         remove_leftovers(out / "checkpoints")
     except OSError as error:
-        raise ClockhandError(f"cannot write to --out {out}: {error.strerror}") from error
+        where = f" ({error.filename})" if error.filename and Path(error.filename) != out else ""
+        raise ClockhandError(f"cannot write to --out {out}: {error.strerror}{where}") from error
 
 
 RESUME = ("auto", "never", "must")

@@ -50,6 +50,8 @@ def find_runs(root: Path, note: Callable[[str], None] = lambda line: None) -> li
     found = []
     for folder in sorted(_run_folders(root)):
         if read_run_config(folder) is None:  # other programs too keep a config.json beside a log.jsonl
+            if has_checkpoints(folder):
+                note(f"{folder} is left out: its {CONFIG} is damaged; going on with the run writes it again")
             continue
         try:
             found.append(read_run(folder))
@@ -102,6 +104,11 @@ def read_run_config(folder: Path) -> dict[str, Any] | None:
     model, train = config.get("model"), config.get("train")
     ours = isinstance(model, dict) and isinstance(train, dict) and type(train.get("steps")) is int
     return config if ours else None
+
+
+def has_checkpoints(folder: Path) -> bool:
+    """Whether a run has saved there."""
+    return any((folder / "checkpoints").glob("step-*/training.json"))
 
 
 def _last(rows: list[dict[str, Any]], key: str) -> Any:

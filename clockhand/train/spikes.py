@@ -41,8 +41,8 @@ class History:
         if "train/loss" not in row:
             return
         for key, values in self._values.items():
-            value = row[key]
-            if value is not None and math.isfinite(value) and row["train/grad_norm"] != 0:
+            value = row.get(key)
+            if value is not None and math.isfinite(value) and row.get("train/grad_norm") != 0:
                 values.append(value)
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if row.get("train/skipped") else 0
         if "train/trouble" in row:

@@ -119,9 +119,9 @@ def test_saving_a_step_again_replaces_what_was_there(save, tmp_path):
 def test_only_the_last_ones_are_kept(save, tmp_path):
     for step in (1, 2, 3):
         save(step)
-    remove_old(tmp_path, keep_last=0, step=3)
+    remove_old(tmp_path, keep_last=0, step=3, warn=pytest.fail)
     assert len(names(tmp_path)) == 3
-    remove_old(tmp_path, keep_last=2, step=3)
+    remove_old(tmp_path, keep_last=2, step=3, warn=pytest.fail)
     assert names(tmp_path) == ["step-00000002", "step-00000003"]
 
 
@@ -129,7 +129,7 @@ def test_a_damaged_checkpoint_from_later_does_not_push_out_a_whole_one(save, tmp
     save(1)
     (save(9) / "training.json").unlink()
     save(2)
-    remove_old(tmp_path, keep_last=1, step=2)
+    remove_old(tmp_path, keep_last=1, step=2, warn=pytest.fail)
     assert names(tmp_path) == ["step-00000002", "step-00000009"]
 
 

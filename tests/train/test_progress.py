@@ -26,7 +26,7 @@ def test_a_pipe_gets_plain_lines_for_evaluations_and_samples():
     shown(LineReporter(stream))
     assert stream.getvalue().splitlines() == [
         "step 0/2  validation loss 5.5000  2.250 bits/byte  loss 5.6000  lr 1.00e-03  12,346 tok/s",
-        "step 2/2  validation loss 3.5000  1.500 bits/byte  0:00:00 left",
+        "step 2/2  validation loss 3.5000  1.500 bits/byte  0 s left",
         "    two [bold]",
         "    lines",
         "a word [/]",

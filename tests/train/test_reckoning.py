@@ -37,7 +37,7 @@ class Notes(Reporter):
 def test_a_run_says_memory_and_time_for_the_steps_that_this_process_has_made(
     model_config, train_config, corpus, tmp_path, monkeypatch
 ):
-    monkeypatch.setitem(reckoning.WORTH, "off", 4)
+    monkeypatch.setattr(reckoning, "WORTH", 4)
     config = dataclasses.replace(train_config, compile="off")
     first, then = Notes(stops_at=5), Notes()
     with pytest.raises(Interrupted):
@@ -59,7 +59,7 @@ def test_time_is_forecast_only_where_the_run_is_long_enough_and_somebody_asks(
     config = dataclasses.replace(train_config, compile="off")
     train(model_config, config, corpus, tmp_path / "short", notes := Notes(), timed=True)
     assert not notes.said("time")
-    monkeypatch.setitem(reckoning.WORTH, "off", 4)
+    monkeypatch.setattr(reckoning, "WORTH", 4)
     train(model_config, config, corpus, tmp_path / "unasked", notes := Notes())
     assert not notes.said("time")
     with pytest.raises(AssertionError, match="tried out"):
@@ -69,7 +69,7 @@ def test_time_is_forecast_only_where_the_run_is_long_enough_and_somebody_asks(
 def test_trying_steps_out_changes_no_bit_of_the_run(
     model_config, train_config, corpus, tmp_path, monkeypatch, rows_of, weights_of
 ):
-    monkeypatch.setitem(reckoning.WORTH, "off", 4)
+    monkeypatch.setattr(reckoning, "WORTH", 4)
     config = dataclasses.replace(train_config, compile="off")
     for name, timed in (("with", True), ("without", False)):
         train(model_config, config, corpus, tmp_path / name, Reporter(), timed=timed)
