@@ -6,6 +6,7 @@ from copy import deepcopy
 from clockhand.bench.contest import TORCH_DTYPES, Report, contest, report
 from clockhand.bench.measure import alternate, limits, seconds
 from clockhand.infer.engine import Engine, Request
+from clockhand.infer.fused import is_fusible
 from clockhand.infer.graphs import compiler
 from clockhand.infer.settings import GREEDY
 from clockhand.model.transformer import Transformer
@@ -37,7 +38,7 @@ def run(preset: str, peers: list[str], rounds: int = 3, new_tokens: int = 24) ->
 
 def ours(model: Transformer, new_tokens: int) -> float:
     """The first tokens, for which each stream reads its prompt, are not counted."""
-    engine = Engine(model, slots=STREAMS, max_seq_len=64, compile=compiler() is not None)
+    engine = Engine(model, slots=STREAMS, max_seq_len=64, compile=compiler() is not None and is_fusible(model))
     for _ in range(STREAMS):
         engine.submit(Request(ids=[7], sampling=GREEDY, max_new_tokens=new_tokens + 2))
     started = 0

@@ -13,28 +13,36 @@ ids go out; text is left to others.
 Memory is forecast and taken when the engine is made: `slots` texts of `max_seq_len` tokens each. A request that would
 need more is refused when it is submitted, and so is one that finds the queue full; once admitted it is never short.
 
-Threads: `submit` and `cancel` may be called from any thread, at any time; `step` from one thread at a time.
+Threads: `submit` and `cancel` may be called from any thread, at any time; `step` from one thread at a time, and a
+second one is refused. There is nothing to close: an engine that nobody holds is gone, with its memory.
 """
 
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from clockhand.errors import ClockhandError
-from clockhand.infer.fused import best_runner, copied_bytes, is_fusible
+from clockhand.infer.fused import ROWS, best_runner, copied_bytes, is_fusible, is_worth_compiling
+from clockhand.infer.graphs import compiler
 from clockhand.infer.logprobs import TokenLogprob, token_logprobs
 from clockhand.infer.runner import ReferenceRunner, Runner
 from clockhand.infer.sampling import best, next_token_probabilities, sample
 from clockhand.infer.scheduler import Request, Running, Scheduler
 from clockhand.infer.settings import Sampling
-from clockhand.model.packed import packed
+from clockhand.model.packed import packed, precision_of
 from clockhand.model.transformer import Transformer
 
-__all__ = ["Engine", "Event", "Request"]
+__all__ = ["Engine", "Event", "Request", "engine_for"]
+
+MEMORY = 2**31
+"""Bytes of keys and values that `engine_for` takes at most."""
+CHUNK = 512
+"""Ids of prompts that it reads in one step."""
 
 
 @dataclass(frozen=True)
@@ -83,19 +91,23 @@ class Engine:
         `packed(model, precision)`. The model is put into evaluation mode.
 
         `compile` says whether the step for many is a compiled graph, which takes half a minute the first time; None:
-        only where it lies in the cache folder already. `make_runner` puts another runner in its place.
+        only where it lies in the cache folder already, since an engine does not know how long it will run (`engine_for`
+        does). `make_runner` puts another runner in its place.
 
         Raises `ClockhandError` for numbers that make no engine, one beyond `memory_limit`, a precision that the model
         cannot have, or a step that must be compiled where there is no C++ compiler.
         """
         config = model.config
         max_seq_len = config.max_seq_len if max_seq_len is None else max_seq_len
+        known_ids = config.vocab_size if known_ids is None else known_ids
         sizes = dict(slots=slots, max_seq_len=max_seq_len, prefill_chunk=prefill_chunk, queue_limit=queue_limit)
-        for name, value in sizes.items():
-            if value < 1:
-                raise ClockhandError(f"{name} = {value} must be at least 1 in an engine")
+        for name, value in (sizes | dict(known_ids=known_ids)).items():
+            if type(value) is not int or value < 1:
+                raise ClockhandError(f"{name} = {value!r} must be a whole number, at least 1, in an engine")
         if max_seq_len > config.max_seq_len:
             raise ClockhandError(f"max_seq_len = {max_seq_len} must be at most the model's {config.max_seq_len}")
+        if known_ids > config.vocab_size:
+            raise ClockhandError(f"known_ids = {known_ids} must be at most the model's vocab_size {config.vocab_size}")
         if precision is not None:
             model = packed(model, precision)
         self.max_seq_len = max_seq_len
@@ -112,13 +124,14 @@ class Engine:
             )
         model.eval()
         self._vocab_size = config.vocab_size
-        self._known_ids = config.vocab_size if known_ids is None else known_ids
+        self._known_ids = known_ids
         make_runner = make_runner or partial(best_runner, compile=compile)
         self._runner = make_runner(model, slots, max_seq_len, prefill_chunk)
         self._scheduler = Scheduler(slots, prefill_chunk, queue_limit, self._runner.shares)
         self._generators: dict[int, torch.Generator] = {}  # of every request that waits or runs
         self._submitted = 0
         self._lock = threading.Lock()
+        self._stepping = threading.Lock()
 
     @property
     def kv_bytes(self) -> int:
@@ -173,8 +186,17 @@ class Engine:
     def step(self) -> list[Event]:
         """One token for every request that draws, a chunk for those whose prompts are being read; what came of it.
 
-        An exception of the runner ends the requests that this step ran, and leaves the others as they are.
+        An exception of the runner ends the requests that this step ran, and leaves the others as they are. Raises
+        `ClockhandError`, and nothing has happened, while another thread is in here.
         """
+        if not self._stepping.acquire(blocking=False):
+            raise ClockhandError("another thread is in step(); an engine is stepped by one thread at a time")
+        try:
+            return self._step()
+        finally:
+            self._stepping.release()
+
+    def _step(self) -> list[Event]:
         with self._lock:
             plan = self._scheduler.plan()
             draws = [
@@ -186,13 +208,13 @@ class Engine:
             for opening in plan.openings:
                 self._runner.open(*opening)
             logits = self._runner.run(plan.rows) if plan.rows else torch.empty(0, self._vocab_size)  # (rows, V)
+            asked = {n: logits[n].clone() for n, running, _ in draws if running.request.logprobs is not None}
+            drawn = self._draw(logits, draws)
         except BaseException:
             with self._lock:
                 for row in plan.rows:
                     self._discard(row.slot)
             raise
-        asked = {index: logits[index].clone() for index, running, _ in draws if running.request.logprobs is not None}
-        drawn = self._draw(logits, draws)
         events = []
         with self._lock:
             for (index, running, _), outcome in zip(draws, drawn):
@@ -251,6 +273,8 @@ class Engine:
         self._runner.wipe(slot)
 
     def _check(self, request: Request) -> None:
+        if not isinstance(request, Request):
+            raise ClockhandError(f"request = {request!r} must be of type Request")
         if not request.ids:
             raise ClockhandError("ids = [] must have at least 1 id to continue")
         for name, ids in (("ids", request.ids), ("stop_ids", request.stop_ids)):
@@ -266,7 +290,7 @@ class Engine:
         for name, low, high in (
             ("max_new_tokens", 1, 2**63 - 1),
             ("min_new_tokens", 0, request.max_new_tokens),
-            ("seed", 0, 2**63 - 1),
+            ("seed", 0, 2**64 - 1),
         ):
             value = getattr(request, name)
             if type(value) is not int or not low <= value <= high:
@@ -295,3 +319,40 @@ def _draw_alike(logits: Tensor, group: Sequence[_Draw]) -> list[int | str]:
         return sample(next_token_probabilities(own, history, sampling, prompt_lengths), generators).tolist()
     except ClockhandError as error:
         return [str(error)] if len(group) == 1 else [_draw_alike(logits, [one])[0] for one in group]
+
+
+# ---- whether to take it ----
+
+
+def engine_for(model: nn.Module, new_tokens: Sequence[int], reach: int, known_ids: int) -> Engine | None:
+    """An engine where it is the faster way to texts of `new_tokens` each and up to `reach` in all, else None.
+
+    It is for two texts and more of a model in fp32, or packed, that `is_fusible`; the step is compiled where it lies in
+    the cache folder or the texts are long enough to repay it. It has up to 32 slots, fewer where they took more than
+    2 GiB; texts beyond them wait. Activations and cache are fp32, as without it.
+    """
+    if len(new_tokens) < 2 or not isinstance(model, Transformer) or not is_fusible(model):
+        return None
+    if precision_of(model) == "fp32" and model.token_embedding.weight.dtype != torch.float32:
+        return None
+    room = MEMORY // ReferenceRunner.slot_bytes(model, reach, CHUNK)
+    slots = min(len(new_tokens), ROWS, room)
+    if slots < 2:
+        return None
+    make = partial(
+        Engine,
+        model,
+        slots=slots,
+        max_seq_len=reach,
+        prefill_chunk=CHUNK,
+        queue_limit=len(new_tokens),
+        known_ids=known_ids,
+    )
+    steps = max(max(new_tokens), sum(new_tokens) // slots)
+    if not is_worth_compiling(model.config, steps) or compiler() is None:
+        return make()
+    try:
+        return make(compile=True)
+    except ClockhandError as error:  # the cache folder cannot be written, say
+        print(f"note: {error}: text is generated by a step that is not compiled", file=sys.stderr)
+        return make(compile=False)

@@ -1,4 +1,4 @@
-"""The step of many streams: what `ReferenceRunner` computes for rows of one id, in one graph from ids to logits.
+"""The step of many streams: what `ReferenceRunner` computes, in one graph from ids to logits where rows have one id.
 
   * all live rows are one matrix, idle slots none of it: a step costs what is live
   * the arithmetic of a block is that of `block.py`; q, k and v come of one product, and every matrix lies in the
@@ -9,7 +9,8 @@
   * compiled, all that lies between two products is one loop. The graph is compiled once for a shape of model, for any
     number of rows and any length, and kept on disk (`graphs.py`). Without it the same step runs as it is written
 
-Prompts, prefixes and memory are left to `ReferenceRunner`. The matrices are copies, made once.
+The prompts of a step, or what it reads of them, are one matrix too, and each attends by itself; that is never compiled.
+Prefixes and memory are left to `ReferenceRunner`. The matrices are copies, made once.
 """
 
 import math
@@ -24,14 +25,20 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from clockhand.config import ModelConfig
+from clockhand.errors import ClockhandError
 from clockhand.infer.block import IN_EVERY_GRAPH, Products, block, embed, hidden_norm, stored
 from clockhand.infer.graphs import Run, graph_file, load_or_compile, sources
 from clockhand.infer.runner import ReferenceRunner, Runner
 from clockhand.infer.scheduler import Row
-from clockhand.infer.weights import Weights, head_of, stack_weights
+from clockhand.infer.step import compile_seconds
+from clockhand.infer.weights import Weights, head_of, kept_for, stack_weights
+from clockhand.model.attend import Visibility, attend
 from clockhand.model.packed import Matrix, precision_of, unpack
 from clockhand.model.rope import rotation
 from clockhand.model.transformer import Transformer
+
+ROWS = 32
+"""For so many rows matrices are ordered and loops laid out: orders for 8 and for 256 were as fast (LOG.md)."""
 
 
 def is_fusible(model: Transformer) -> bool:
@@ -49,10 +56,23 @@ def is_fusible(model: Transformer) -> bool:
 def best_runner(
     model: Transformer, slots: int, max_seq_len: int, longest_row: int, compile: bool | None = None
 ) -> Runner:
-    """The fast runner where it can run `model`, else the plain one. `compile` is that of `FusedRunner`."""
+    """The fast runner where it can run `model`, else the plain one. `compile` is that of `FusedRunner`.
+
+    Raises `ClockhandError` for `compile` of a model that only the plain one can run.
+    """
     if not is_fusible(model):
+        if compile:
+            raise ClockhandError(
+                "compile = True needs a dense model on the CPU, in fp32, bf16 or packed, without dynamic RoPE scaling"
+            )
         return ReferenceRunner(model, slots, max_seq_len, longest_row)
     return FusedRunner(model, slots, max_seq_len, longest_row, compile)
+
+
+def is_worth_compiling(config: ModelConfig, steps: int) -> bool:
+    """Whether so many steps repay compiling. With 4 rows and with 32 each took 0.4 to 0.55 ms a layer less for it, and
+    compiling takes half as long again as for a single text (LOG.md)."""
+    return steps * 0.45e-3 * config.n_layers > 1.5 * compile_seconds(config)
 
 
 def copied_bytes(model: Transformer) -> int:
@@ -72,15 +92,15 @@ def copied_bytes(model: Transformer) -> int:
 # ---- the weights ----
 
 
-def _in_order(weights: Weights, dtype: torch.dtype, rows: int) -> dict[str, Any]:
-    """`weights`, but each matrix by itself, in oneDNN's order for `rows` rows, if it can multiply it as it is."""
+def _in_order(weights: Weights, dtype: torch.dtype) -> dict[str, Any]:
+    """`weights`, but each matrix by itself, in oneDNN's order for some rows, if it can multiply it as it is."""
     if weights["qkv"].dtype != dtype or not is_ordered(dtype):
         return {**weights}
     matrices: Weights = {name: weights[name] for name in _MATRICES if name in weights}
     matrices["head"] = head_of(weights).data[None]  # the embedding itself is looked up, not multiplied
     ordered: dict[str, Any] = {"head.scale": torch.empty(0)}
     for name, stacked in matrices.items():
-        ordered[name] = [torch.ops.mkldnn._reorder_linear_weight(each, rows) for each in stacked]
+        ordered[name] = [torch.ops.mkldnn._reorder_linear_weight(each, ROWS) for each in stacked]
     return {**weights, **ordered}
 
 
@@ -222,7 +242,9 @@ class FusedRunner(ReferenceRunner):
         config = model.config
         self._dtype = model.token_embedding.weight.dtype  # of activations; fp32 where the model is packed
         precision = "bf16" if self._dtype == torch.bfloat16 else precision_of(model)
-        self._weights = _in_order(stack_weights(model, precision), self._dtype, slots)
+        self._weights = kept_for(
+            model, f"in order, {precision}", lambda: _in_order(stack_weights(model, precision), self._dtype)
+        )
         self._turned: list[Tensor] = []
         if config.position == "rope":
             self._turned = [each[0] for each in rotation(config, torch.arange(max_seq_len)[None])]  # (positions, Dh/2)
@@ -247,9 +269,35 @@ class FusedRunner(ReferenceRunner):
             return self._graph([*self._flat, *now, *turned, *learned])[0]
         return ManyStep(self._model.config, self._dtype)(self._weights, *self._cache.memory, *now, turned, learned)
 
+    def _read(self, rows: Sequence[Row]) -> Tensor:
+        config, weights, lengths = self._model.config, self._weights, [len(row.ids) for row in rows]
+        caches = [self._rows[row.slot] for row in rows]
+        positions = [cache.next_positions(length) for cache, length in zip(caches, lengths)]  # each (1, T)
+        sees = [Visibility(own, cache.begin(own), config.sliding_window) for cache, own in zip(caches, positions)]
+        where = torch.cat(positions, dim=1)[0]  # (sum of T,)
+        x = embed(weights, torch.tensor([id for row in rows for id in row.ids]), self._dtype)
+        if self._learned:
+            x = x + self._learned[0][where]
+        rotated = (self._turned[0][where], self._turned[1][where]) if self._turned else None
+        for layer in range(config.n_layers):
+
+            def attend_each(q: Tensor, k: Tensor, v: Tensor, layer: int = layer) -> Tensor:
+                attended = []
+                parts = (each[None].split(lengths, dim=1) for each in (q, k, v))
+                for text, own, q, k, v in zip(caches, sees, *parts):
+                    keys, values = text.update(layer, k, v)
+                    attended.append(attend(q, keys, values, own)[0])
+                return torch.cat(attended)
+
+            x = block(config, weights, layer, x, rotated, WithRows(), attend_each, _no_experts)
+        last = torch.tensor(lengths).cumsum(0) - 1
+        # A single row is multiplied in another way, whose last bits differ.
+        last = torch.cat((last, last)) if len(rows) == 1 else last
+        return WithRows().product(hidden_norm(config, weights, x[last]), head_of(weights)).float()[: len(rows)]
+
     def _example(self) -> tuple[Any, ...]:
-        """Inputs of a step for 32 streams of up to 64 tokens. Their values do not matter."""
-        rows, places = 32, 64
+        """Inputs of a step for `ROWS` streams of up to 64 tokens. Their values do not matter."""
+        rows, places = ROWS, 64
         # Stand-ins for what lies in oneDNN's order: an export must be able to look at a tensor.
         weights = {
             name: [torch.empty(each.shape, dtype=each.dtype) for each in known] if isinstance(known, list) else known

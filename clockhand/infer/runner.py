@@ -76,16 +76,19 @@ class ReferenceRunner:
         several = [n for n in range(len(rows)) if n not in single]
         logits: list[Tensor] = []
         if several:
-            logits.append(self._model.lm_head(torch.stack([self._read(rows[n]) for n in several])).float())
+            logits.append(self._read([rows[n] for n in several]).float())
         if single:
             logits.append(self._step([rows[n] for n in single]).float())
         order = torch.tensor([*several, *single]).argsort()
         return torch.cat(logits).cpu()[order]
 
-    def _read(self, row: Row) -> Tensor:
-        """What the head reads after the last id of a row, (D,)."""
-        ids = torch.tensor([row.ids], device=self._cache.lengths.device)
-        return self._model.hidden(ids, cache=self._rows[row.slot]).hidden[0, -1]
+    def _read(self, rows: Sequence[Row]) -> Tensor:
+        """The logits after rows of any lengths, (rows, V)."""
+        device, last = self._cache.lengths.device, []
+        for row in rows:
+            ids = torch.tensor([row.ids], device=device)
+            last.append(self._model.hidden(ids, cache=self._rows[row.slot]).hidden[0, -1])  # (D,)
+        return self._model.lm_head(torch.stack(last))
 
     def _step(self, rows: Sequence[Row]) -> Tensor:
         """The logits after rows of one id each, (rows, V)."""

@@ -13,7 +13,9 @@ In every step all that draw take their one id, and all that still read share `pr
 whoever draws waits for one chunk at most, however long the prompts that arrive.
 
 Prefixes are shared: when a request begins, the slot whose cache begins like its prompt for longest hands over that
-beginning, and only the rest is computed. The last id of a prompt is always computed, since logits come of it.
+beginning, and only the rest is computed. The last id of a prompt is always computed, since logits come of it. Who would
+be handed most of its prompt by a text that is just being read waits for that: many continuations of one prompt read
+it once.
 """
 
 from collections import deque
@@ -46,8 +48,12 @@ class Request:
     """Tell how probable the model itself found each token drawn, and so many of the best. None tells nothing."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "ids", tuple(self.ids))
-        object.__setattr__(self, "stop_ids", frozenset(self.stop_ids))
+        for name, kind in (("ids", tuple), ("stop_ids", frozenset)):
+            value = getattr(self, name)
+            try:
+                object.__setattr__(self, name, kind(value))
+            except TypeError:  # it cannot be iterated, or holds what cannot be in a set
+                raise ClockhandError(f"{name} = {value!r} must be a list of ids") from None
 
 
 class Opening(NamedTuple):
@@ -166,7 +172,7 @@ class Scheduler:
         for running, number in sorted(taken, key=lambda pair: pair[0].number):
             slot = self._slots[number]
             if not running.begun:
-                if budget == 0:
+                if budget == 0 or self._is_read_soon(running):
                     continue
                 plan.openings.append(self._open(running, number))
             unseen = len(running.ids) - len(slot.cached)
@@ -206,7 +212,25 @@ class Scheduler:
 
     def _shared(self, running: Running, number: int) -> int:
         """How many ids at the beginning of the prompt the cache of slot `number` can hand over."""
-        prompt, cached = running.request.ids, self._slots[number].cached
-        pairs = zip(prompt[:-1], cached)
-        length = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        length = _common(running.request.ids[:-1], self._slots[number].cached)
         return length if length and self._shares(number, length) else 0
+
+    def _is_read_soon(self, running: Running) -> bool:
+        """Whether another text is just reading what spares more than half of this prompt, if one waits for it."""
+        prompt, now = running.request.ids, None
+        for number, slot in enumerate(self._slots):
+            other = slot.running
+            if other is None or not other.begun or len(slot.cached) >= len(other.request.ids):
+                continue
+            soon = _common(prompt[:-1], other.request.ids)
+            if 2 * soon <= len(prompt) or soon <= len(slot.cached) or not self._shares(number, soon):
+                continue
+            now = max(self._shared(running, each) for each in range(len(self._slots))) if now is None else now
+            if 2 * (soon - now) > len(prompt):
+                return True
+        return False
+
+
+def _common(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many ids both begin with."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other)))

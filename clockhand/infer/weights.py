@@ -10,7 +10,7 @@ Handing a tensor to a compiled graph costs time, so they are few. Matrices are i
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from clockhand.model.moe import MixtureOfExperts
 from clockhand.model.packed import Matrix, Packed, pack
 from clockhand.model.transformer import Transformer
 
+T = TypeVar("T")
 Weights = dict[str, Tensor]
 """By the names above. Where `fused.py` has put the matrices in an order of their own, a list of them, one a layer."""
 
@@ -113,25 +114,31 @@ def head_of(weights: Weights) -> Matrix:
     return matrix_of(weights, "head" if "head" in weights else "embedding")
 
 
-_kept: "weakref.WeakKeyDictionary[Transformer, dict[str, Weights]]" = weakref.WeakKeyDictionary()
-_keeping = threading.Lock()
+_kept: "weakref.WeakKeyDictionary[Transformer, dict[str, Any]]" = weakref.WeakKeyDictionary()
+_keeping = threading.RLock()
 
 
 def keep_weights(model: Transformer) -> None:
-    """A promise that the weights of `model` change no more: from now on all its decoders share one copy of them."""
+    """A promise that the weights of `model` change no more: from now on all its decoders share one copy of them, and
+    all its engines another, each made when it is first needed."""
     with _keeping:
         _kept.setdefault(model, {})
 
 
+def kept_for(model: Transformer, name: str, make: Callable[[], T]) -> T:
+    """What `make` gives; where the weights of `model` are kept, what it gave the first time."""
+    with _keeping:
+        kept = _kept.get(model, {})
+        return kept[name] if name in kept else kept.setdefault(name, make())
+
+
 def weights_of(model: Transformer, precision: str) -> Weights:
     """The weights of `model`, its own copy or the one that is kept."""
-    with _keeping:
-        kept = _kept.get(model)
-        if kept is not None and precision in kept:
-            return kept[precision]
+
+    def make() -> Weights:
         weights = stack_weights(model, precision)
         for tensor in weights.values():
             use_large_pages(tensor)
-        if kept is not None:
-            kept[precision] = weights
         return weights
+
+    return kept_for(model, precision, make)

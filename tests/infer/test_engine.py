@@ -6,8 +6,10 @@ batch changes: equality of ids is asked for without a tolerance.
 
 import gc
 import os
+import re
 import threading
 import tracemalloc
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -17,7 +19,8 @@ from hypothesis import strategies as st
 
 from clockhand.config import ModelConfig
 from clockhand.errors import ClockhandError
-from clockhand.infer.engine import Engine, Request
+from clockhand.infer import engine as engine_module
+from clockhand.infer.engine import Engine, Request, engine_for
 from clockhand.infer.fused import best_runner
 from clockhand.infer.generate import generate
 from clockhand.infer.runner import ReferenceRunner
@@ -252,6 +255,29 @@ def test_the_longest_beginning_wins_and_the_last_id_of_a_prompt_is_always_comput
     assert engine.reused_tokens - before == 19
 
 
+def test_continuations_of_one_prompt_read_it_once():
+    engine = Engine(small_model(), slots=4)
+    asked = [Request(ids=range(30), sampling=LIVELY, max_new_tokens=6, seed=seed) for seed in range(6)]
+    numbers = [engine.submit(request) for request in asked]
+    other = engine.submit(Request(ids=[0, 1, 40, 41, 42, 43], max_new_tokens=1))
+    got = run_out(engine)
+    assert [got[number] for number in numbers] == [alone(small_model(), request) for request in asked]
+    assert other in got
+    # Each the last id of the prompt and five that were drawn; the other one begins alike for two.
+    assert engine.computed_tokens <= 29 + 6 * (1 + 5) + 6
+
+
+def test_who_waits_for_a_beginning_to_be_read_goes_on_when_its_reader_is_cancelled():
+    engine = Engine(small_model(), slots=2, prefill_chunk=4)
+    reader, waits = (engine.submit(Request(ids=range(30), max_new_tokens=2, seed=seed)) for seed in range(2))
+    for _ in range(3):
+        engine.step()
+    assert engine.computed_tokens == 12  # control: the second one waits
+    engine.cancel(reader)
+    assert run_out(engine) == {waits: alone(small_model(), Request(ids=range(30), max_new_tokens=2, seed=1))}
+    assert engine.reused_tokens == 12
+
+
 def test_under_dynamic_scaling_nothing_is_shared_since_the_rotation_follows_the_length():
     engine = Engine(small_model("dynamic rope"), slots=2)
     for _ in range(2):
@@ -272,6 +298,10 @@ REFUSED = {
     "more at least than at most": (dict(max_new_tokens=3, min_new_tokens=4), "min_new_tokens = 4 .* between 0 and 3"),
     "a seed below 0": (dict(seed=-1), "seed = -1 must be"),
     "logprobs of more ids than there are": (dict(logprobs=65), "logprobs = 65 must be .* from 0 to the 64 ids"),
+    "one id in place of a list": (dict(ids=7), "ids = 7 must be a list of ids"),
+    "no end tokens": (dict(stop_ids=None), "stop_ids = None must be a list of ids"),
+    "a whole tensor as an id": (dict(ids=torch.tensor([[1, 2]])), "ids has tensor"),
+    "a truth as an id": (dict(ids=[True]), "ids has True"),
     "no sampling": (dict(sampling=None), "sampling = None must be of type Sampling"),
     "a bias of no id": (dict(sampling=Sampling(logit_bias={64: 1.0})), "logit_bias of id 64 is outside"),
     "too long": (
@@ -322,11 +352,29 @@ def test_the_memory_is_forecast_to_the_byte_and_taken_before_the_first_request(k
         Engine(small_model(kind), slots=3, max_seq_len=100, memory_limit=3 * forecast + beside - 1)
 
 
-@pytest.mark.parametrize("changes", [dict(slots=0), dict(prefill_chunk=0), dict(queue_limit=0), dict(max_seq_len=161)])
-def test_numbers_that_make_no_engine_are_refused(changes):
-    [(name, value)] = changes.items()
-    with pytest.raises(ClockhandError, match=f"{name} = {value} must be"):
-        Engine(small_model(), **changes)
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("slots", value) for value in (0, -1, 1.5, "8", True, None)),
+        *(("prefill_chunk", value) for value in (0, 0.5)),
+        *(("queue_limit", value) for value in (0, [1])),
+        *(("max_seq_len", value) for value in (0, 161, 12.0)),
+        *(("known_ids", value) for value in (0, 65)),
+    ],
+)
+def test_numbers_that_make_no_engine_are_refused(name, value):
+    with pytest.raises(ClockhandError, match=re.escape(f"{name} = {value!r} must be")) as refusal:
+        Engine(small_model(), **{name: value})
+    assert "\n" not in str(refusal.value)
+
+
+def test_what_is_no_request_and_a_step_that_cannot_be_compiled_are_refused():
+    with pytest.raises(ClockhandError, match=r"request = \[1, 2\] must be of type Request"):
+        Engine(small_model()).submit([1, 2])
+    with pytest.raises(ClockhandError, match="compile = True needs a dense model"):
+        Engine(small_model("moe"), compile=True)
+    with pytest.raises(ClockhandError, match="unknown precision 'int5'"):
+        Engine(small_model(), precision="int5")
 
 
 BROKEN = Request(ids=[63] * 20, max_new_tokens=4)
@@ -381,6 +429,81 @@ def test_an_exception_of_the_runner_ends_the_requests_it_ran_and_the_engine_live
     assert run_out(engine) == {kept: alone(small_model(), Request(ids=[1, 2], max_new_tokens=5))}
 
 
+def test_an_exception_while_tokens_are_drawn_ends_those_requests_and_frees_their_slots(monkeypatch):
+    engine, request = Engine(small_model(), slots=2), Request(ids=[1, 2], max_new_tokens=5)
+    for _ in range(2):
+        engine.submit(request)
+    engine.step()
+
+    def full(*ignored):
+        raise MemoryError("no room")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(engine_module, "sample", full)
+        with pytest.raises(MemoryError):
+            engine.step()
+    assert engine.free_slots == 2
+    assert not engine._generators
+    number = engine.submit(request)
+    assert run_out(engine) == {number: alone(small_model(), request)}
+
+
+def test_an_exception_in_who_reads_the_events_leaves_the_engine_as_it_was():
+    engine, request, drawn = Engine(small_model(), slots=1), Request(ids=[1, 2], max_new_tokens=5), []
+    engine.submit(request)
+    while not engine.idle:
+        with suppress(KeyError):
+            for event in engine.step():
+                drawn.append(event.id)
+                raise KeyError(event.request)
+    assert drawn == alone(small_model(), request)[0]
+
+
+def test_weights_of_nan_end_every_request_with_the_reason_and_free_the_slots():
+    model = small_model(fresh=True)
+    with torch.no_grad():
+        model.final_norm.weight.fill_(float("nan"))
+    engine = Engine(model, slots=2)
+    for n in range(5):
+        engine.submit(Request(ids=[n], sampling=[GREEDY, LIVELY][n % 2], max_new_tokens=9))
+    events = []
+    while not engine.idle:
+        events += engine.step()
+    assert [(event.id, event.finish_reason) for event in events] == [(None, "error")] * 5
+    assert all("weights are broken" in event.error for event in events)
+    assert engine.free_slots == 2
+
+
+def test_cancelled_while_the_model_runs_a_request_is_gone_and_its_slot_is_free():
+    class Interrupted(ReferenceRunner):
+        def run(self, rows):
+            logits = super().run(rows)
+            thread = threading.Thread(target=lambda: answers.append(engine.cancel(first)))
+            thread.start()
+            thread.join()
+            return logits
+
+    answers = []
+    engine = Engine(small_model(), slots=2, make_runner=Interrupted)
+    first, second = (engine.submit(Request(ids=[n], max_new_tokens=4)) for n in range(2))
+    assert [event.request for event in engine.step()] == [second]
+    assert engine.free_slots == 1
+    run_out(engine)
+    assert answers == [True, False, False, False]
+
+
+def test_a_second_thread_in_step_is_refused_and_the_first_goes_on():
+    class Reentered(ReferenceRunner):
+        def run(self, rows):
+            with pytest.raises(ClockhandError, match="another thread is in step"):
+                engine.step()
+            return super().run(rows)
+
+    engine, request = Engine(small_model(), slots=1, make_runner=Reentered), Request(ids=[1], max_new_tokens=4)
+    number = engine.submit(request)
+    assert run_out(engine) == {number: alone(small_model(), request)}
+
+
 def test_requests_come_and_go_from_other_threads_while_the_engine_steps():
     model, engine, numbers, got = small_model(), Engine(small_model(), slots=3), {}, {}
     done = threading.Event()
@@ -411,6 +534,51 @@ def test_requests_come_and_go_from_other_threads_while_the_engine_steps():
         assert got[number] == alone(model, request)
 
 
+# ── whether to take it ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_an_engine_is_taken_for_several_texts_of_a_model_it_is_faster_for():
+    model = small_model()
+    assert engine_for(model, [20], 40, 64) is None  # a single one has the step for one
+    assert engine_for(small_model("moe"), [20] * 4, 40, 64) is None
+    assert engine_for(small_model("dynamic rope"), [20] * 4, 40, 64) is None
+    assert engine_for(small_model(fresh=True).bfloat16(), [20] * 4, 40, 64) is None  # whose ids would be others
+    assert engine_for(packed(model, "int8"), [20] * 4, 40, 64).free_slots == 4
+    assert engine_for(model, [20] * 100, 40, 64).free_slots == 32
+
+
+def test_texts_of_any_length_take_at_most_so_much_memory(monkeypatch):
+    model = small_model()
+    one = Engine(model, slots=1, max_seq_len=160).slot_bytes
+    monkeypatch.setattr(engine_module, "MEMORY", 3 * one)
+    engine = engine_for(model, [100] * 5, 160, 64)
+    assert (engine.free_slots, engine.kv_bytes) == (3, 3 * one)
+    monkeypatch.setattr(engine_module, "MEMORY", one)
+    assert engine_for(model, [100] * 5, 160, 64) is None
+
+
+def test_a_step_is_compiled_for_a_long_job_and_where_that_fails_it_runs_as_it_is_written(monkeypatch, capsys):
+    asked = []
+
+    class Recorded(Engine):
+        def __init__(self, *positional, compile=None, **named):
+            asked.append(compile)
+            if compile:
+                raise ClockhandError("the folder is locked")
+            super().__init__(*positional, compile=compile, **named)
+
+    monkeypatch.setattr(engine_module, "Engine", Recorded)
+    monkeypatch.setattr(engine_module, "compiler", lambda: "g++")
+    assert engine_for(small_model(), [100] * 2, 160, 64) is not None
+    assert asked == [None]
+    assert engine_for(small_model(), [100] * 32 * 1000, 160, 64) is not None
+    assert asked == [None, True, False]
+    assert capsys.readouterr().err == "note: the folder is locked: text is generated by a step that is not compiled\n"
+    monkeypatch.setattr(engine_module, "compiler", lambda: None)
+    assert engine_for(small_model(), [100] * 32 * 1000, 160, 64) is not None
+    assert asked == [None, True, False, None]
+
+
 # ── soak ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -431,7 +599,7 @@ def test_after_2000_requests_all_slots_are_free_and_memory_is_where_it_began(kin
     def below(n):
         return int(torch.randint(0, n, (), generator=random))
 
-    def soak(count, checked):
+    def soak(count):
         asked, got, refused, cancelled = {}, {}, 0, 0
         while count or not engine.idle:
             for _ in range(min(count, below(4))):
@@ -455,17 +623,16 @@ def test_after_2000_requests_all_slots_are_free_and_memory_is_where_it_began(kin
                         cancelled += 1
                         asked.pop(victim, None)
             take_in([event for event in engine.step() if event.request in asked], got)
-        if checked:
-            assert asked
-            for number, request in asked.items():
-                assert got[number] == alone(model, request)
+        assert asked
+        for number, request in asked.items():
+            assert got[number] == alone(model, request)
         return refused, cancelled
 
-    soak(200, checked=False)  # what torch keeps for good is made here
+    soak(200)  # what torch, and the reading of sources for the names of graphs, keep for good is made here
     gc.collect()
     tracemalloc.start()
     bytes_before, memory_before, resident_before = engine.kv_bytes, tracemalloc.get_traced_memory()[0], resident()
-    refused, cancelled = soak(2000, checked=True)
+    refused, cancelled = soak(2000)
     gc.collect()
     growth, resident_growth = tracemalloc.get_traced_memory()[0] - memory_before, resident() - resident_before
     tracemalloc.stop()

@@ -8,6 +8,7 @@ from clockhand.infer import fused, graphs
 from clockhand.infer.fused import FusedRunner, best_runner, copied_bytes, is_fusible
 from clockhand.infer.runner import ReferenceRunner
 from clockhand.infer.scheduler import Row
+from clockhand.infer.weights import keep_weights
 from clockhand.model.packed import packed
 from clockhand.model.transformer import Transformer
 
@@ -108,12 +109,53 @@ def test_the_compiled_step_equals_the_plain_one_for_any_number_of_rows(kind, mon
 
 @pytest.mark.slow
 @pytest.mark.skipif(graphs.compiler() is None, reason="needs a C++ compiler")
-def test_the_compiled_step_in_bf16_is_as_near_to_fp32_as_the_plain_one(monkeypatch, tmp_path):
+def test_the_compiled_step_in_bf16_is_as_near_to_fp32_as_the_plain_one_and_picks_what_it_picks(monkeypatch, tmp_path):
     monkeypatch.setenv("CLOCKHAND_CACHE", str(tmp_path))
-    exact, low = logits(ReferenceRunner(model(), 3, 32, 8)), model().to(torch.bfloat16)
-    runners = FusedRunner(low, 3, 32, 8, compile=True), ReferenceRunner(low, 3, 32, 8)
-    errors = [max(float((got - want).abs().max()) for got, want in zip(logits(each), exact)) for each in runners]
-    assert errors[0] < 2 * errors[1]
+    exact, low = torch.cat(logits(ReferenceRunner(model(), 3, 32, 8))), model().to(torch.bfloat16)
+    runners = [FusedRunner(low, 3, 32, 8, compile=True), FusedRunner(low, 3, 32, 8, compile=False)]
+    assert [runner._graph is None for runner in runners] == [False, True]
+    plain = torch.cat(logits(ReferenceRunner(low, 3, 32, 8)))
+    error = (plain - exact).abs().max()  # what rounding to bf16 costs
+    best, second = plain.topk(2).values.T
+    clear = best - second > 2 * error  # no rounding decides
+    assert clear.float().mean() > 0.5  # or the last line says little
+    for runner in runners:
+        got = torch.cat(logits(runner))
+        assert (got - exact).abs().max() < 2 * error
+        assert (got - plain).abs().max() < 2 * error
+        assert torch.equal(got.argmax(-1)[clear], plain.argmax(-1)[clear])
+
+
+@pytest.mark.parametrize("changes", SWITCHES.values(), ids=SWITCHES)
+def test_prompts_read_as_one_matrix_equal_those_read_alone(changes):
+    whole = model(**changes)
+    runners = FusedRunner(whole, 4, 32, 8, compile=False), ReferenceRunner(whole, 4, 32, 8)
+    begun = [0] * 4
+    for lengths in ([2, 5, 8, 0], [3, 1, 2, 4], [0, 8, 0, 0], [4, 0, 1, 7]):
+        rows = [
+            Row(slot, [(5 * slot + begun[slot] + n) % 50 for n in range(length)], begun[slot])
+            for slot, length in enumerate(lengths)
+            if length
+        ]
+        got, expected = (runner.run(rows) for runner in runners)
+        torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
+        begun = [start + length for start, length in zip(begun, lengths)]
+
+
+def test_prompts_of_one_step_are_multiplied_together(monkeypatch):
+    rows, real = [], fused.WithRows.product
+    monkeypatch.setattr(fused.WithRows, "product", lambda self, x, matrix: rows.append(len(x)) or real(self, x, matrix))
+    FusedRunner(model(), 4, 32, 8, compile=False).run([Row(0, [1] * 8, 0), Row(2, [2] * 5, 0), Row(3, [3, 4], 0)])
+    assert set(rows) == {15, 3}  # tokens in the blocks, and their last ones in the head
+
+
+def test_runners_of_a_model_whose_weights_are_kept_share_one_copy():
+    whole = model()
+    one, other = (FusedRunner(whole, 2, 32, 8, compile=False) for _ in range(2))
+    assert one._weights is not other._weights  # control: they may change between the two
+    keep_weights(whole)
+    one, other = (FusedRunner(whole, slots, 32, 8, compile=False) for slots in (2, 5))
+    assert one._weights is other._weights
 
 
 def test_idle_slots_are_not_computed(monkeypatch):
@@ -127,8 +169,14 @@ def test_idle_slots_are_not_computed(monkeypatch):
 def test_in_fp32_the_logits_of_a_row_are_to_the_bit_those_it_has_among_any_others():
     if not fused.is_ordered(torch.float32):
         pytest.skip("without oneDNN sums are in an order that depends on the number of rows")
-    whole = model(d_model=64, d_ff=160)
-    alone, among = (FusedRunner(whole, 9, 32, 8, compile=False) for _ in range(2))
+    whole = model(d_model=64, d_ff=160, max_seq_len=64)
+    alone, among = (FusedRunner(whole, 9, 64, 40, compile=False) for _ in range(2))
+    prompts = [Row(slot, [slot + n for n in range(2 + 4 * slot)], 0) for slot in range(9)]
+    for row, logits in zip(prompts, among.run(prompts)):
+        assert torch.equal(logits, alone.run([row])[0])
+    for runner in (alone, among):
+        for slot in range(9):
+            runner.open(slot, slot, 0, 64)
     for step in range(12):
         others = [Row(slot, [slot + step], step) for slot in range(1, 9 - step // 2)]
         row = Row(0, [step], step)

@@ -153,9 +153,44 @@ prompt_lists = st.lists(st.lists(st.integers(0, 63), min_size=1, max_size=12), m
 def test_a_row_of_a_batch_gets_the_tokens_it_gets_alone(changes, sampling, prompts, stop_ids):
     model = small_model(**changes)
     together = generate(model, prompts, sampling, max_new_tokens=9, stop_ids=stop_ids, seed=5)
+    assert together == generate(model, prompts, sampling, max_new_tokens=9, stop_ids=stop_ids, seed=5, plain=True)
     for row, prompt in enumerate(prompts):
         [alone] = generate(model, [prompt], sampling, max_new_tokens=9, stop_ids=stop_ids, seed=5 + row)
         assert together[row] == alone
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(n=3, seed=7),
+        dict(stop_strings=["a", "bc"], min_new_tokens=4),
+        dict(logprobs=2, stop_ids=[65, 66]),
+        dict(max_new_tokens=60),  # which fills the context
+    ],
+    ids=["n", "stop strings", "logprobs", "context"],
+)
+def test_several_rows_of_an_engine_are_those_of_the_plain_way(options, abc_tokenizer, monkeypatch):
+    made, real = [], generate_module.engine_for
+    monkeypatch.setattr(generate_module, "engine_for", lambda *inputs: made.append(real(*inputs)) or made[-1])
+    model = small_model(abc_tokenizer.vocab_size, max_seq_len=64)
+    prompts, options = [[1, 2, 3], [65] * 40, [5] * 64], dict(max_new_tokens=20) | options
+    fast = generate(model, prompts, LIVELY, tokenizer=abc_tokenizer, **options)
+    assert len(made) == 1
+    assert made[0].idle
+    plain = generate(model, prompts, LIVELY, tokenizer=abc_tokenizer, plain=True, **options)
+    assert len(made) == 1
+    for ours, theirs in zip(fast, plain, strict=True):
+        assert (ours.text, ours.ids, ours.finish_reason) == (theirs.text, theirs.ids, theirs.finish_reason)
+        for one, other in zip(ours.logprobs or [], theirs.logprobs or [], strict=True):
+            assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
+            assert [id for id, _ in one.top] == [id for id, _ in other.top]
+    assert len({each.finish_reason for each in fast}) > 1
+
+
+def test_making_several_rows_leaves_the_model_in_the_mode_it_was_in():
+    model = small_model().train()
+    generate(model, [[1], [2]], max_new_tokens=2)
+    assert all(module.training for module in model.modules())
 
 
 def test_rows_would_differ_if_padding_were_seen(monkeypatch):
@@ -165,9 +200,9 @@ def test_rows_would_differ_if_padding_were_seen(monkeypatch):
 
     left_padded = generate_module.left_padded
     model, prompts = small_model(), [[1, 2, 3, 4, 5, 6], [7, 8]]
-    right = generate(model, prompts, GREEDY, max_new_tokens=1)
+    right = generate(model, prompts, GREEDY, max_new_tokens=1, plain=True)
     monkeypatch.setattr(generate_module, "left_padded", padding_as_tokens)
-    wrong = generate(model, prompts, GREEDY, max_new_tokens=1)
+    wrong = generate(model, prompts, GREEDY, max_new_tokens=1, plain=True)
     assert wrong[0] == right[0]
     assert wrong[1] != right[1]
 
