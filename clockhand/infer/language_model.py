@@ -107,7 +107,11 @@ class LanguageModel:
         return self.batch([prompt] * n, **options)
 
     def batch(self, prompts: Sequence[str], **options: Any) -> list[Text]:
-        """What follows each of `prompts`, computed together. Prompt r gets the text it gets alone with seed + r."""
+        """What follows each of `prompts`, computed together. Prompt r gets the text it gets alone with seed + r.
+
+        At most 32 of them run at a time, and the next begins where one ends, if an engine is the faster way
+        (`engine.engine_for`); its step is compiled where the job is long enough to repay that.
+        """
         if isinstance(prompts, str):
             raise ClockhandError("prompts must be a list of texts; one text is for generate")
         sampling, others = self._split(options)
