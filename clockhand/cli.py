@@ -146,7 +146,7 @@ def inspect(
     settings: Settings = None,
     as_json: Json = False,
 ) -> None:
-    """Parameters by module, active parameters, FLOPs, KV cache and memory, from the config alone."""
+    """Count a model, unbuilt. Parameters by module, active ones, FLOPs, KV cache and memory, from the config alone."""
     from clockhand import inspection
 
     changes = parse_settings(ModelConfig, settings or [])
@@ -400,10 +400,12 @@ def train(
         say(f"loss curves: {draw_curves(out)}")
     except ClockhandError as error:  # the run itself is whole
         say(f"note: {error}")
+    ended = read_run(out)
+    better = ended.best_step != ended.step and (out / "best").is_dir()
     print(
-        f"{summary(read_run(out))}\n"
+        f"{summary(ended)}\n"
         f"{out / 'final'}: validation loss {result.loss:.4f} nats per token, {result.bits_per_byte:.4f} bits per byte"
-        f"\nnext: clockhand generate {out} --prompt '...'"
+        f"\nnext: clockhand generate {out / 'best' if better else out} --prompt '...'"
     )
 
 
@@ -417,7 +419,7 @@ def plan(
     *,
     fields: dict[str, Any],
 ) -> None:
-    """What a training run will need here: memory term by term, time, tokens. Trains a few steps on random ids."""
+    """Forecast a training run. Memory term by term, time and tokens; a few steps on random ids are timed."""
     import torch
 
     from clockhand import inspection
@@ -435,14 +437,17 @@ def plan(
     config = settle(config, model_config, torch.device("cpu"), note=say)  # first: what fits depends on the precision
     if fit_memory is not None:
         config = fit_micro_batch(model_config, config, memory_budget(fit_memory))
+    say("measuring: some steps of one block and of three, on random ids" + ", compiled" * (config.compile == "on"))
     found = plan_json(model_config, config, measure_speed(model_config, config))
     if as_json:
         print_json(found | {"batch_size": config.batch_size, "accumulate": config.accumulate})
         return
     print(f"{label}: {found['parameters']:,} parameters, {config.dtype}")
-    print(f"  {config.accumulate} micro-batches of {config.batch_size} × {config.seq_len} tokens a step")
-    for name, size in found["memory"].items():
-        print(f"  {name:<12}{size / 1e9:9.3f} GB")
+    plural = "" if config.accumulate == 1 else "es"
+    print(f"  {config.accumulate} micro-batch{plural} of {config.batch_size} × {config.seq_len} tokens a step")
+    for name in ("weights", "gradients", "optimizer", "activations", "logits", "overhead", "peak"):
+        end = ", as not all of them are there at once" if name == "peak" else ""
+        print(f"  {name:<12}{found['memory'][name] / 1e9:9.3f} GB{end}")
     print(f"  {found['tok_per_s']:,.0f} tok/s, {found['seconds_per_step']:.3f} s a step")
     print(f"  {config.steps:,} steps, {found['tokens']:,} tokens: {duration(found['seconds'])}")
 
@@ -454,7 +459,7 @@ def list_runs(
     ),
     as_json: Json = False,
 ) -> None:
-    """The runs that are there: how far they are, how good, and whether they run."""
+    """List training runs. How far they are, how good, and whether they run."""
     from rich.table import Table
 
     from clockhand.train.runs import duration, find_runs
@@ -487,7 +492,7 @@ def demo(
     ] = None,
     seed: Seed = 0,
 ) -> None:
-    """The whole way in a few minutes: Shakespeare's plays, a tokenizer, a tiny model learning, a scene it writes."""
+    """Shakespeare in a few minutes. His plays, a tokenizer, a tiny model learning, a scene it writes."""
     from clockhand.demo import run
 
     run(out, steps, seed)
@@ -656,7 +661,7 @@ def evaluate(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Loss in nats per token, perplexity and bits per byte of a model on text."""
+    """Measure a model on text. Loss in nats per token, perplexity and bits per byte."""
     from clockhand.data.corpora import Report
     from clockhand.data.shards import is_corpus
     from clockhand.infer.quantize import compare
@@ -734,7 +739,7 @@ def import_(
         bool, typer.Option("--inference-rope-scaling", help="MiniMind's switch: YaRN, 16 × 2,048.")
     ] = False,
 ) -> None:
-    """Make a model folder of a model from elsewhere; the format is told by its content."""
+    """Take a model from another program. Makes a model folder; the format is told by its content."""
     from clockhand.interop.formats import import_model
 
     made = import_model(source, out, tokenizer, inference_rope_scaling)
@@ -767,7 +772,7 @@ def quantize(
     precision: Annotated[str, typer.Option(help="int8 | int4")],
     out: Annotated[Path, typer.Option(help="The model folder to make.")],
 ) -> None:
-    """Write a model with its weights packed, a quarter or an eighth of the size, for clockhand alone to read."""
+    """Pack the weights of a model. A quarter or an eighth of the size, for clockhand alone to read."""
     from clockhand.interop.formats import quantize_model
 
     made = quantize_model(model, precision, out)
@@ -785,7 +790,7 @@ def validate(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """The parity passport: the same logits, text and token ids in another program, or a loud no. Writes parity.json."""
+    """Compare with another program. The same logits, text and token ids there, or a loud no; writes parity.json."""
     from clockhand.interop.parity import validate as compare
 
     passport = compare(model, against)
@@ -825,7 +830,7 @@ def bench(
     figure: Annotated[Path | None, typer.Option(help="context: draw it into this PNG.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Speed beside the peers, in one run of alternating rounds, and the share of what the machine could do."""
+    """Measure speed beside the peers. One run of alternating rounds, and the share of what the machine could do."""
     from importlib import import_module
     from importlib.util import find_spec
 
@@ -877,7 +882,7 @@ def lab(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """The chapters' claims, run: every formula and number of theirs holds, or fails, on this machine."""
+    """Run the claims of the two chapters. Every formula and number of theirs holds, or fails, on this machine."""
     names = claims or []
     typed = {"--all": everything, "--html": html, "--fresh": fresh, "--model": model, "--text": text}
     if names[:1] == ["ablate"]:

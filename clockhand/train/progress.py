@@ -13,6 +13,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from clockhand.train.runs import duration
 
 SECONDS_BETWEEN_LINES = 10.0
+FIRST_STEPS = 2
+"""These compile, and wait for what is loaded at first use: they say nothing about how long the others will take."""
 
 
 class Reporter:
@@ -43,10 +45,12 @@ class LineReporter(Reporter):
 
     def row(self, row: dict[str, Any]) -> None:
         now = time.monotonic()
+        if row["step"] - self._first == FIRST_STEPS:
+            self._started = now
         if "val/loss" in row or "sample" in row or now - self._last_line >= SECONDS_BETWEEN_LINES:
             self._last_line = now
-            done = row["step"] - self._first
-            left = (now - self._started) / done * (self._steps - row["step"]) if done else None
+            done = row["step"] - self._first - FIRST_STEPS
+            left = (now - self._started) / done * (self._steps - row["step"]) if done > 0 else None
             ending = "" if left is None else f"  {duration(left)} left"
             self._print(f"step {row['step']}/{self._steps}  {describe(row)}{ending}")
         if "sample" in row:

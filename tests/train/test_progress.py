@@ -26,11 +26,24 @@ def test_a_pipe_gets_plain_lines_for_evaluations_and_samples():
     shown(LineReporter(stream))
     assert stream.getvalue().splitlines() == [
         "step 0/2  validation loss 5.5000  2.250 bits/byte  loss 5.6000  lr 1.00e-03  12,346 tok/s",
-        "step 2/2  validation loss 3.5000  1.500 bits/byte  0 s left",
+        "step 2/2  validation loss 3.5000  1.500 bits/byte",
         "    two [bold]",
         "    lines",
         "a word [/]",
     ]
+
+
+def test_the_first_two_steps_do_not_count_for_the_time_left(monkeypatch):
+    """They compile: 100 seconds each here, of which a forecast from all steps would make more than an hour."""
+    clock = iter([0, 100, 200, 201, 202, 203])
+    monkeypatch.setattr("time.monotonic", lambda: next(clock))
+    reporter = LineReporter(stream := io.StringIO())
+    reporter.start(5, 105)
+    for step in range(6, 11):
+        reporter.row({"step": step, "val/loss": 1.0})
+    lines = stream.getvalue().splitlines()
+    assert lines[1] == "step 7/105  validation loss 1.0000"
+    assert lines[-1] == "step 10/105  validation loss 1.0000  1 min 35 s left"
 
 
 def test_a_terminal_gets_a_bar_with_loss_speed_and_time_left():
