@@ -193,12 +193,32 @@ def open_bad_step(file: Path) -> tuple[dict[str, Any], Transformer, list[Batch]]
             Batch(tensors[f"batch/{n}/ids"], tensors[f"batch/{n}/targets"], tensors.get(f"batch/{n}/documents"))
             for n in range(record["micro_batches"])
         ]
-        _ = record["step"], record["step_seed"], record["dtype"], record["parameters"], record["trouble"]
+        if not _is_whole(record, model, batches):
+            raise ValueError
     except OSError as error:
         raise ClockhandError(f"cannot read '{file}': {error.strerror or error}") from None
-    except (SafetensorError, KeyError, ValueError, TypeError, RuntimeError):
+    except (SafetensorError, LookupError, ValueError, TypeError, AttributeError, RuntimeError):
         raise ClockhandError(f"'{file}' is no bad step: give a file of a run folder's {FOLDER}/") from None
     return record, model, batches
+
+
+def _is_whole(record: dict[str, Any], model: Transformer, batches: list[Batch]) -> bool:
+    """Whether a replay finds all that it needs, of the right kind. What is missing raises as well."""
+    usual = (record["parameters"][name]["usual_gradient"] for name, _ in model.named_parameters())
+    for value in (record["loss"], record["norm"], *usual):
+        float(value or 0)
+    return (
+        {"step", "trouble", "skipped", "finite"} <= record.keys()
+        and record["dtype"] in ("float32", "bfloat16")
+        and type(record["step_seed"]) is int
+        and 0 <= record["step_seed"] < 2**63
+        and type(record["ranks"]) is int
+        and bool(batches)
+        and all(batch.ids.shape == batch.targets.shape for batch in batches)
+        and all(batch.ids.dtype == batch.targets.dtype == torch.int64 for batch in batches)
+        and all(int(batch.ids.min()) >= 0 for batch in batches)
+        and all(max(int(batch.ids.max()), int(batch.targets.max())) < model.config.vocab_size for batch in batches)
+    )
 
 
 class _Watch(contextlib.AbstractContextManager["_Watch"]):

@@ -7,6 +7,8 @@ import shutil
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 from clockhand.data.loader import Batch
 from clockhand.errors import ClockhandError
@@ -215,6 +217,48 @@ def test_a_file_that_is_none_of_ours_is_refused_in_one_line(tmp_path, content):
         replay(tmp_path / "file")
     with pytest.raises(ClockhandError, match=r"^cannot read .*nowhere'"):
         replay(tmp_path / "nowhere")
+
+
+def edited(file, **changes):
+    """The same bad step with some parts of its record otherwise; None takes one out."""
+    record = open_bad_step(file)[0]
+    record = {name: value for name, value in {**record, **changes}.items() if value is not None}
+    with safe_open(file, "pt") as stored:
+        tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118 - no dict
+    save_file(tensors, file, {"record": json.dumps(record)})
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"skipped": None}, {"ranks": None}, {"finite": None}, {"loss": "long"}, {"dtype": "float8"}, {"step_seed": -1},
+     {"step_seed": "1"}, {"parameters": {}}, {"parameters": []}, {"micro_batches": 0}, {"micro_batches": 9},
+     {"model": []}],
+    ids=str,
+)  # fmt: skip
+def test_a_bad_step_whose_record_is_damaged_is_refused_in_one_line(trainer, changes):
+    run = trainer()
+    spoil(run, "blocks.0.mlp.gate_proj.weight")
+    take(run, 1)
+    (file,) = kept(run)
+    edited(file)
+    assert replay(file).first  # control: written again as it was, it is read
+    edited(file, **changes)
+    with pytest.raises(ClockhandError, match=r"safetensors' is no bad step|^model = |must be"):
+        replay(file)
+
+
+def test_a_bad_step_with_ids_beyond_the_vocabulary_is_refused(trainer, model_config):
+    run = trainer()
+    spoil(run, "blocks.0.mlp.gate_proj.weight")
+    take(run, 1)
+    (file,) = kept(run)
+    with safe_open(file, "pt") as stored:
+        tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118 - no dict
+        record = stored.metadata()
+    tensors["batch/0/ids"][0, 0] = model_config.vocab_size
+    save_file(tensors, file, record)
+    with pytest.raises(ClockhandError, match=r"safetensors' is no bad step"):
+        replay(file)
 
 
 def test_a_run_that_skips_spikes_and_was_killed_in_a_streak_goes_on_as_the_straight_one(
