@@ -17,7 +17,7 @@ def run(preset: str, peers: list[str], rounds: int = 7) -> Report:
         walls, bounds = limits(), {}
         flops = 2 * sum(each.numel() for each in work.model.parameters())
         for precision, dtype in TORCH_DTYPES.items():
-            decoder = Decoder(work.model, precision, compile=False)
+            decoder = Decoder(work.model, precision, compile=False, compile_prompt=True)
             contestants[f"clockhand {precision}"] = lambda decoder=decoder: once(decoder, ids)  # type: ignore[misc]
             bounds[f"clockhand {precision}"] = walls.prefill_tok_per_s(flops, dtype)
             if "llama.cpp" in peers:

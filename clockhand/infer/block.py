@@ -20,6 +20,7 @@ from clockhand.model.packed import Matrix, unpack
 from clockhand.model.rope import rotate
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # q (T, H, Dh), k and v (T, K, Dh) -> (T, H, Dh)
+Mixture = Callable[[Tensor, int], Tensor]  # x (T, D) and the layer -> (T, D)
 
 
 class Products:
@@ -48,13 +49,27 @@ def block(
     turned: tuple[Tensor, Tensor] | None,  # cos and sin, each (T, Dh/2)
     products: Products,
     attend: Attend,
-    mixture: Callable[[Tensor, int], Tensor],
+    mixture: Mixture,
     only_last: bool = False,
 ) -> Tensor:  # (T, D)
     """What `Block.forward` computes, without a balance loss; with `only_last`, for the last token alone, (1, D)."""
-    pre = config.norm_position == "pre"
+    q, k, v = before_attending(config, weights, layer, x, turned, products)
+    if only_last:
+        q, x = q[-1:], x[-1:]
+    return after_attending(config, weights, layer, x, attend(q, k, v), products, mixture)
+
+
+def before_attending(
+    config: ModelConfig,
+    weights: Weights,
+    layer: int,
+    x: Tensor,  # (T, D)
+    turned: tuple[Tensor, Tensor] | None,
+    products: Products,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """x -> q (T, H, Dh), k and v (T, K, Dh)."""
     heads, kv_heads = config.n_heads, config.n_kv_heads
-    n = norm(config, weights, "attention_norm", layer, x) if pre else x
+    n = norm(config, weights, "attention_norm", layer, x) if config.norm_position == "pre" else x
     qkv = products.plain(n, matrix_of(weights, "qkv", layer), bias_of(weights, "qkv", layer))
     qkv = stored(qkv).unflatten(-1, (-1, config.head_dim))  # (T, H + 2K, Dh)
     q, k, v = qkv.split([heads, kv_heads, kv_heads], dim=1)
@@ -64,11 +79,21 @@ def block(
         both = torch.cat((q, k), dim=1) if config.qk_norm else qkv[:, : heads + kv_heads]  # (T, H + K, Dh)
         both = stored(turn(both, *turned, config.rope_layout))
         q, k = both.split([heads, kv_heads], dim=1)
-    if only_last:
-        q, x = q[-1:], x[-1:]
-    attended = attend(q, k, v).flatten(1)  # (T, H·Dh)
+    return q, k, v
+
+
+def after_attending(
+    config: ModelConfig,
+    weights: Weights,
+    layer: int,
+    x: Tensor,  # (T, D), what came into the block
+    attended: Tensor,  # (T, H, Dh)
+    products: Products,
+    mixture: Mixture,
+) -> Tensor:  # (T, D)
+    pre = config.norm_position == "pre"
     o, o_bias = matrix_of(weights, "o", layer), bias_of(weights, "o", layer)
-    x = stored(products.added(attended, o, o_bias, x if config.residual else None))
+    x = stored(products.added(attended.flatten(1), o, o_bias, x if config.residual else None))
     if not pre:
         x = norm(config, weights, "attention_norm", layer, x)
 
@@ -147,6 +172,6 @@ def stored(x: Tensor) -> Tensor:
 
 IN_EVERY_GRAPH: tuple[Any, ...] = (
     *(stack_weights, joined, matrix_of, bias_of, head_of, rows_of, unpack),
-    *(Products, block, dense, norm, turn, rotate, hidden_norm, embed, stored),
+    *(Products, block, before_attending, after_attending, dense, norm, turn, rotate, hidden_norm, embed, stored),
 )
 """Whose code a compiled graph depends on, whatever it is for: of other code it would be another graph."""

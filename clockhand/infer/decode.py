@@ -23,6 +23,7 @@ from clockhand.allocator import keep_freed_memory, use_large_pages
 from clockhand.count import total_parameters
 from clockhand.errors import ClockhandError
 from clockhand.infer.block import block, dense, embed, hidden_norm
+from clockhand.infer.chunk import ChunkGraphs, is_chunk_compiled, seen_by_block
 from clockhand.infer.graphs import Run, compiler
 from clockhand.infer.prompt import WithMany, WithManyFused, attend_many, recall, recall_slots, remember_many
 from clockhand.infer.step import SLOTS, UNSEEN, Step, cache_shapes, compiled, is_compiled, is_worth_compiling, remember
@@ -61,12 +62,18 @@ class Decoder:
         reach: int | None = None,
         compile: bool = True,
         exact: bool = False,
+        compile_prompt: bool | None = None,
     ) -> None:
         """Copies the weights of `model` in `precision` (default: its own), unless they are kept (`keep_weights`).
 
         `reach` (default: the model's max_seq_len) is the most tokens the text may have, and what `dynamic` RoPE scaling
         adapts to. Without `compile` the step runs as it is written, slowly. Below fp32 the prompt is read and the cache
-        kept in bf16; `exact` leaves both in fp32, as the plain model has them. Raises `ClockhandError` for a precision
+        kept in bf16; `exact` leaves both in fp32, as the plain model has them.
+
+        `compile_prompt`: whether prompts are read by compiled graphs; None: with `compile`, if they are in the cache
+        folder already or the step must be compiled too. Experts are not.
+
+        Raises `ClockhandError` for a precision
         that the model cannot have, and where a step must be compiled and there is no C++ compiler.
         """
         keep_freed_memory(SCRATCH)
@@ -108,11 +115,18 @@ class Decoder:
         self._views: list[Tensor] = []
         self._reserve(4 * SLOTS)
         self._run: Run | None = None
+        self._graphs: ChunkGraphs | None = None
         started, known = time.perf_counter(), is_compiled(config, precision, self.cache_dtype)
+        prompt_known = config.is_moe or is_chunk_compiled(config, precision, self.read_dtype)
+        if compile_prompt is None:
+            compile_prompt = compile and (prompt_known or not known)
         if compile:
             example = self._inputs(torch.zeros(1, dtype=torch.int64), 0, 4)
             self._run = compiled(config, precision, self.cache_dtype, example)
-        seconds = 0.0 if known or not compile else time.perf_counter() - started
+        if compile_prompt and not config.is_moe:
+            self._graphs = ChunkGraphs(config, precision, self.read_dtype, self.weights)
+        nothing_new = (known or not compile) and (prompt_known or not compile_prompt)
+        seconds = 0.0 if nothing_new else time.perf_counter() - started
         self.info = DecoderInfo(precision, self._bytes_read(), seconds)
 
     def _bytes_read(self) -> int:
@@ -249,24 +263,32 @@ class Decoder:
         if self._learned is not None:
             x = x + self._learned[begin:end].to(dtype)
         turned = (self._turned[0][begin:end], self._turned[1][begin:end]) if self._turned else None
-        for layer in range(config.n_layers):
-            memory = (self._keys[layer], self._values[layer])
+        window = config.sliding_window
+        before = self._slots[max(0, begin - window + 1) if window else 0 : begin]
+        graphs = self._graphs if len(ids) > 1 else None
+        places = len(ids) + (len(before) if self._ring else begin)
+        seen = [] if graphs is None else seen_by_block(len(ids), places, window)
 
-            def attend(q: Tensor, k: Tensor, v: Tensor, memory: tuple[Tensor, Tensor] = memory) -> Tensor:
-                if self._ring:  # its slots are no longer in order, and hold less than a chunk and a window
-                    before = self._slots[max(0, begin - config.sliding_window + 1) : begin]
-                    past = recall_slots(memory, before, q.dtype)
-                    kept = slice(max(0, len(k) - self._ring), None)
-                    remember(memory, k[kept], v[kept], self._slots[begin:end][kept])
-                    k, v = torch.cat((past[0], k)), torch.cat((past[1], v))
-                    return attend_many(q, k, v, config.sliding_window)
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            memory = (self._keys[layer], self._values[layer])
+            if self._ring:  # its slots are no longer in order, and hold less than a chunk and a window
+                past = recall_slots(memory, before, q.dtype)
+                kept = slice(max(0, len(k) - self._ring), None)
+                remember(memory, k[kept], v[kept], self._slots[begin:end][kept])
+                k, v = torch.cat((past[0], k)), torch.cat((past[1], v))
+            else:
                 remember_many(memory, k, v, self._slots[begin:end], begin)
                 if begin:
                     k, v = recall(memory, end, q.dtype)
-                return attend_many(q, k, v, config.sliding_window)
+            return attend_many(q, k, v, window) if graphs is None or len(q) == 1 else graphs.attend(q, k, v, seen)
 
-            only_last = last and layer == config.n_layers - 1  # what else would come out, nobody reads
-            x = block(config, weights, layer, x, turned, self._products, attend, self._mix, only_last)
+        for layer in range(config.n_layers):
+            if last and layer == config.n_layers - 1:  # what else would come out, nobody reads
+                x = block(config, weights, layer, x, turned, self._products, attend, self._mix, only_last=True)
+            elif graphs is None:
+                x = block(config, weights, layer, x, turned, self._products, attend, self._mix)
+            else:
+                x = graphs.after(layer, x, attend(*graphs.before(layer, x, turned or ())))
         self.length = end
         self._written = max(self._written, end)
         self._see_all()

@@ -20,11 +20,10 @@ def small(monkeypatch):
     for module in (batch, context, decode, prefill):
         monkeypatch.setattr(module, "limits", lambda: WALLS)
     monkeypatch.setattr(batch, "compiler", lambda: None)
-    for module in (context, decode):
+    as_written = {"compile": False, "compile_prompt": False}
+    for module in (context, decode, prefill):
         plain = module.Decoder
-        monkeypatch.setattr(
-            module, "Decoder", lambda *given, plain=plain, **named: plain(*given, **named | {"compile": False})
-        )
+        monkeypatch.setattr(module, "Decoder", lambda *given, plain=plain, **named: plain(*given, **named | as_written))
 
 
 @pytest.mark.parametrize(

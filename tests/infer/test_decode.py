@@ -63,7 +63,7 @@ def plain_logits(model, ids, reach=TOKENS):
 
 def exact_decoder(model, precision, reach=TOKENS, **options):
     """A decoder whose activations and cache are fp32, so that only the weights are rounded."""
-    return Decoder(model, precision, reach, exact=True, **options)
+    return Decoder(model, precision, reach, exact=True, **{"compile_prompt": False, **options})
 
 
 def fast_logits(decoder, ids, read):
@@ -177,9 +177,9 @@ def test_a_damaged_compiled_step_is_compiled_again(monkeypatch, tmp_path):
 
     monkeypatch.setattr(graphs, "load", load)
     monkeypatch.setattr(graphs, "compile_into", lambda path, export: compiled.append(path.write_bytes(b"whole")))
-    Decoder(model)
+    Decoder(model, compile_prompt=False)
     assert len(compiled) == 1
-    Decoder(model)
+    Decoder(model, compile_prompt=False)
     assert len(compiled) == 1, "the control: a whole one is only loaded"
 
 
@@ -254,7 +254,7 @@ def test_one_graph_is_compiled_for_all_lengths_and_the_next_decoder_loads_it(mon
     monkeypatch.setenv("CLOCKHAND_CACHE", str(tmp_path))
     model = make_model(n_layers=1)
     ids = ids_of(model)
-    decoder = Decoder(model, reach=TOKENS)
+    decoder = Decoder(model, reach=TOKENS, compile_prompt=False)
     assert decoder.info.compile_seconds > 0
 
     def never(*ignored):
@@ -267,7 +267,7 @@ def test_one_graph_is_compiled_for_all_lengths_and_the_next_decoder_loads_it(mon
     assert not counters["stats"], "torch compiled something as the text grew"
     torch.compile(torch.sin, backend="eager")(torch.ones(1))  # the control: they do count
     assert counters["stats"]["unique_graphs"] == 1
-    second = Decoder(model, reach=TOKENS)
+    second = Decoder(model, reach=TOKENS, compile_prompt=False)
     assert second.info.compile_seconds == 0
     torch.testing.assert_close(fast_logits(second, ids, read=40), plain[39:], **EXACT)
 
@@ -290,7 +290,9 @@ def test_the_compiled_step_equals_the_plain_model_for_every_kind(kind, monkeypat
 def test_the_compiled_step_with_a_cache_in_bf16_equals_the_step_as_it_is_written(precision, monkeypatch, tmp_path):
     monkeypatch.setenv("CLOCKHAND_CACHE", str(tmp_path))
     model = make_model()
-    decoder, written = (Decoder(model, precision, TOKENS, compile=compile) for compile in (True, False))
+    decoder, written = (
+        Decoder(model, precision, TOKENS, compile=compile, compile_prompt=False) for compile in (True, False)
+    )
     # Cache and activations are alike, so both differ by the order of sums, and by a rounding of the cache.
     difference = fast_logits(decoder, ids_of(model), read=3) - fast_logits(written, ids_of(model), read=3)
     assert difference.abs().max() < 0.05
@@ -307,7 +309,7 @@ def test_generate_takes_the_compiled_step_where_it_lies_ready_and_draws_the_same
     lively = Sampling(temperature=1.2, top_p=0.95)
     plain = generate(model, [[1, 2, 3]], lively, max_new_tokens=50)
     assert decode.decoder_for(model, 53, 50) is None
-    Decoder(model, exact=True)
+    Decoder(model, exact=True, compile_prompt=False)
     assert decode.decoder_for(model, 53, 50) is not None
     assert generate(model, [[1, 2, 3]], lively, max_new_tokens=50) == plain
 
