@@ -9,13 +9,18 @@ from clockhand.errors import ClockhandError
 from clockhand.infer.decode import Decoder
 
 LENGTHS = (64, 1024, 2048, 4096, 8192)
+BEGINNINGS = (64, 1024)
+"""From where the growth to the longest is told: a step of the first is so short that its spread is large."""
 
 
 def run(preset: str, peers: list[str], rounds: int = 3, steps: int = 8) -> Report:
-    """Milliseconds a token in fp32; the bounds are the shortest length's and the bytes of the cache beyond it."""
+    """Milliseconds a token in fp32; the bounds are the shortest length's and the bytes of the cache beyond it.
+
+    The last results are how often what a token costs more at the longest contains what the bytes in between cost.
+    """
     with contest(preset, max_seq_len=LENGTHS[-1] + 64) as work:
         walls, config = limits(), work.config
-        decoder = Decoder(work.model, "fp32")
+        decoder = Decoder(work.model, "fp32", compile_prompt=False)
         times: dict[str, list[float]] = {f"at {length:,}": [] for length in LENGTHS}
         for _ in range(rounds):
             for length in LENGTHS:
@@ -33,7 +38,18 @@ def run(preset: str, peers: list[str], rounds: int = 3, steps: int = 8) -> Repor
             f"at {length:,}": shortest + 1000 * bytes_a_token * (length - LENGTHS[0]) / (walls.read_gb_per_s * 1e9)
             for length in LENGTHS[1:]
         }
+        results |= growth(times, bytes_a_token / walls.read_gb_per_s / 1e6)
         return report("a decode step against context length", preset, results, bounds, walls)
+
+
+def growth(times: dict[str, list[float]], ms_a_token: float) -> dict[str, Measured]:
+    """From every beginning to the longest: milliseconds more over those that reading the tokens between takes."""
+    longest, results = LENGTHS[-1], {}
+    for begin in BEGINNINGS:
+        more = [late - early for early, late in zip(times[f"at {begin:,}"], times[f"at {longest:,}"])]
+        bytes_cost = ms_a_token * (longest - begin)
+        results[f"{begin:,} to {longest:,}"] = Measured(tuple(each / bytes_cost for each in more), "× its bytes")
+    return results
 
 
 def draw(report: Report, path: Path) -> None:
@@ -49,7 +65,11 @@ def draw(report: Report, path: Path) -> None:
         ("measured", {name: each.median for name, each in report.results.items()}),
         ("what the bytes of the cache allow", report.bounds),
     ):
-        points = [(int(name.removeprefix("at ").replace(",", "")), value) for name, value in values.items()]
+        points = [
+            (int(name.removeprefix("at ").replace(",", "")), value)
+            for name, value in values.items()
+            if name.startswith("at ")
+        ]
         axes.plot(*zip(*points), marker="o", label=label)
     axes.set_title(f"{report.work} · {report.preset}")
     axes.set_xlabel("tokens behind")

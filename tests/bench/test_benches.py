@@ -39,16 +39,24 @@ def small(monkeypatch):
 def test_a_bench_measures_all_contestants_and_prints_as_text_and_as_json(work, contestants):
     report = work()
     assert set(contestants) <= set(report.results)
-    assert all(each.median > 0 for each in report.results.values())
+    assert all(each.median > 0 for name, each in report.results.items() if " to " not in name)  # growth is noise here
     text = "\n".join(report.lines())
     assert all(name in text for name in contestants)
     assert json.loads(json.dumps(report.as_json()))["limits"]["read_gb_per_s"] == 10.0
+
+
+def test_growth_is_told_in_what_the_bytes_between_two_lengths_cost():
+    times = {"at 64": [1.0, 2.0], "at 1,024": [1.5, 1.5], "at 8,192": [1.0 + 8128e-3, 2.0 + 2 * 8128e-3]}
+    told = context.growth(times, ms_a_token=1e-3)
+    assert told["64 to 8,192"].values == pytest.approx((1.0, 2.0))
+    assert told["1,024 to 8,192"].values[0] == pytest.approx((1.0 + 8.128 - 1.5) / 7.168)
 
 
 def test_the_cost_of_context_is_drawn(tmp_path):
     pytest.importorskip("matplotlib")
     ms = [5.0, 6.0, 8.0]
     results = {f"at {length:,}": measure.Measured((each,), "ms") for length, each in zip((64, 1024, 8192), ms)}
+    results["64 to 8,192"] = measure.Measured((1.2,), "× its bytes")  # which is no length
     bounds = {"at 1,024": 5.2, "at 8,192": 6.0}
     context.draw(contest.report("context", "any", results, bounds, WALLS), tmp_path / "cost.png")
     assert (tmp_path / "cost.png").read_bytes().startswith(b"\x89PNG")
