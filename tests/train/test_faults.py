@@ -4,6 +4,7 @@ import dataclasses
 import json
 import re
 import shutil
+import time
 
 import pytest
 
@@ -16,7 +17,7 @@ from clockhand.train.config import TrainConfig
 from clockhand.train.log import RunLog, read_log
 from clockhand.train.loop import train
 from clockhand.train.plan import Speed, forecast_seconds, measure_speed
-from clockhand.train.progress import LineReporter, Reporter
+from clockhand.train.progress import FIRST_STEPS, LineReporter, Reporter
 from clockhand.train.run_folder import check_resume
 from clockhand.train.runs import find_runs, read_run
 from clockhand.train.spikes import History
@@ -120,7 +121,9 @@ def test_a_run_longer_than_any_calendar_can_be_told(capsys):
     steps = 10**18
     reporter = LineReporter()
     reporter.start(0, steps)
-    reporter.row({"step": 1, "val/loss": 1.0})
+    for step in (FIRST_STEPS, FIRST_STEPS + 1):
+        reporter.row({"step": step, "val/loss": 1.0})
+        time.sleep(0.001)
     assert re.search(r"  [\d ]+ h \d\d min left", capsys.readouterr().err)
     assert forecast_seconds(TrainConfig(steps=steps), Speed(1.0, 1.0)) > steps
 
