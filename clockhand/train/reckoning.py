@@ -7,6 +7,7 @@ samples are in neither.
 
 import time
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from typing import TypeVar
 
 from clockhand.config import ModelConfig
@@ -31,6 +32,7 @@ class Reckoning:
         self._speed: Speed | None = measure_speed(model, config) if worth else None
         known = worth or config.compile == "off"
         self._memory: Memory | None = forecast_memory(model, config) if known else None
+        import_module("torch._dynamo")  # 80 MB of code that the first optimizer would import: not the run's memory
         self._before = count_peak_from_here()
         self._worked = 0.0
 
