@@ -7,6 +7,7 @@ Those of one token are in `step.py`, those of a prompt in `prompt.py`, those of 
 computed is what `model/transformer.py` says, which all three are tested against.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -23,11 +24,11 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # q (T, H, Dh), k and v (T,
 Mixture = Callable[[Tensor, int], Tensor]  # x (T, D) and the layer -> (T, D)
 
 
-class Products:
+class Products(ABC):
     """Products with a matrix, and what is done to them at once. Biases (N,) and what is added may be None."""
 
-    def product(self, x: Tensor, matrix: Matrix) -> Tensor:  # x (T, D), W (N, D) -> (T, N)
-        raise NotImplementedError
+    @abstractmethod
+    def product(self, x: Tensor, matrix: Matrix) -> Tensor: ...  # x (T, D), W (N, D) -> (T, N)
 
     def plain(self, x: Tensor, matrix: Matrix, bias: Tensor | None) -> Tensor:
         y = self.product(x, matrix)
@@ -49,7 +50,7 @@ def block(
     turned: tuple[Tensor, Tensor] | None,  # cos and sin, each (T, Dh/2)
     products: Products,
     attend: Attend,
-    mixture: Mixture,
+    mixture: Mixture | None,  # None: the layers are dense
     only_last: bool = False,
 ) -> Tensor:  # (T, D)
     """What `Block.forward` computes, without a balance loss; with `only_last`, for the last token alone, (1, D)."""
@@ -89,7 +90,7 @@ def after_attending(
     x: Tensor,  # (T, D), what came into the block
     attended: Tensor,  # (T, H, Dh)
     products: Products,
-    mixture: Mixture,
+    mixture: Mixture | None,  # None: the layers are dense
 ) -> Tensor:  # (T, D)
     pre = config.norm_position == "pre"
     o, o_bias = matrix_of(weights, "o", layer), bias_of(weights, "o", layer)
@@ -99,11 +100,11 @@ def after_attending(
 
     n = norm(config, weights, "mlp_norm", layer, x) if pre else x
     before = x if config.residual else None
-    if config.is_moe:
+    if mixture is None:
+        x = stored(dense(config, weights, layer, n, products, before))
+    else:
         update = mixture(n, layer)
         x = stored(update if before is None else before + update)
-    else:
-        x = stored(dense(config, weights, layer, n, products, before))
     return x if pre else norm(config, weights, "mlp_norm", layer, x)
 
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from clockhand.config import ModelConfig
+from clockhand.errors import ClockhandError
 from clockhand.infer.block import IN_EVERY_GRAPH, Products, after_attending, before_attending, stored
 from clockhand.infer.graphs import graph_file, load_or_compile, sources
 from clockhand.infer.prompt import QUERIES, WithMany, WithManyFused
@@ -64,11 +65,7 @@ class After(nn.Module):
 
     def forward(self, layer: Weights, x: Tensor, attended: Tensor) -> Tensor:
         """x (T, D), what came into the block, and attended (T, H, Dh) -> (T, D)."""
-        return after_attending(self.config, layer, 0, x, attended, self.products, _no_experts)
-
-
-def _no_experts(x: Tensor, layer: int) -> Tensor:
-    raise NotImplementedError("experts are not compiled")
+        return after_attending(self.config, layer, 0, x, attended, self.products, mixture=None)
 
 
 # ---- the graphs ----
@@ -78,7 +75,14 @@ class ChunkGraphs:
     """The three graphs with the weights of a model: its blocks, for two tokens of a prompt or more."""
 
     def __init__(self, config: ModelConfig, precision: str, dtype: torch.dtype, weights: Weights) -> None:
-        """Loads the graphs for activations in `dtype`, or compiles them. Raises as `load_or_compile` does."""
+        """Loads the graphs for activations in `dtype`, or compiles them.
+
+        Raises `ClockhandError` for experts, and as `load_or_compile` does.
+        """
+        if config.is_moe:
+            raise ClockhandError(
+                f"n_experts = {config.n_experts}: a prompt of experts cannot be read by compiled graphs"
+            )
         outside = ("embedding", "head", "final_norm")
         inside = {name: each for name, each in weights.items() if not name.startswith(outside)}
         layers = [{name: each[i : i + 1] for name, each in inside.items()} for i in range(config.n_layers)]

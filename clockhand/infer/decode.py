@@ -266,6 +266,7 @@ class Decoder:
         window = config.sliding_window
         before = self._slots[max(0, begin - window + 1) if window else 0 : begin]
         graphs = self._graphs if len(ids) > 1 else None
+        mixture = self._mix if config.is_moe else None
         places = len(ids) + (len(before) if self._ring else begin)
         seen = [] if graphs is None else seen_by_block(len(ids), places, window)
 
@@ -284,9 +285,9 @@ class Decoder:
 
         for layer in range(config.n_layers):
             if last and layer == config.n_layers - 1:  # what else would come out, nobody reads
-                x = block(config, weights, layer, x, turned, self._products, attend, self._mix, only_last=True)
+                x = block(config, weights, layer, x, turned, self._products, attend, mixture, only_last=True)
             elif graphs is None:
-                x = block(config, weights, layer, x, turned, self._products, attend, self._mix)
+                x = block(config, weights, layer, x, turned, self._products, attend, mixture)
             else:
                 x = graphs.after(layer, x, attend(*graphs.before(layer, x, turned or ())))
         self.length = end

@@ -143,7 +143,7 @@ class ManyStep(nn.Module):
                 return attend_rows(q, memory, slots, seen)
 
             rotated = (turned[0], turned[1]) if turned else None
-            x = block(config, weights, layer, x, rotated, WithRows(), attend, _no_experts)
+            x = block(config, weights, layer, x, rotated, WithRows(), attend, mixture=None)
         return WithRows().product(hidden_norm(config, weights, x), head_of(weights)).float()
 
 
@@ -179,10 +179,6 @@ def attend_rows(q: Tensor, memory: tuple[Tensor, Tensor], slots: Tensor, seen: T
     weight = stored(torch.softmax(score, dim=-1))
     mixed = [(weight[:, g, :, :, None] * values.float()).sum(2) for g in group]  # each (n, K, Dh)
     return stored(torch.stack(mixed, dim=2).to(q.dtype)).flatten(1, 2)
-
-
-def _no_experts(x: Tensor, layer: int) -> Tensor:
-    raise NotImplementedError("experts are not fused")
 
 
 # ---- compiled, and kept ----
@@ -236,8 +232,13 @@ class FusedRunner(ReferenceRunner):
     ) -> None:
         """`compile`: whether the step is compiled; None: only if that lies in the cache folder already.
 
-        Raises `ClockhandError` where it has to be compiled and there is no C++ compiler.
+        Raises `ClockhandError` for a model that is not `is_fusible`, and where the step has to be compiled and there is
+        no C++ compiler.
         """
+        if not is_fusible(model):
+            raise ClockhandError(
+                "a fused step needs dense layers, fp32, bf16 or packed weights on a CPU, and no dynamic RoPE"
+            )
         super().__init__(model, slots, max_seq_len, longest_row)
         config = model.config
         self._dtype = model.token_embedding.weight.dtype  # of activations; fp32 where the model is packed
@@ -289,7 +290,7 @@ class FusedRunner(ReferenceRunner):
                     attended.append(attend(q, keys, values, own)[0])
                 return torch.cat(attended)
 
-            x = block(config, weights, layer, x, rotated, WithRows(), attend_each, _no_experts)
+            x = block(config, weights, layer, x, rotated, WithRows(), attend_each, mixture=None)
         last = torch.tensor(lengths).cumsum(0) - 1
         # A single row is multiplied in another way, whose last bits differ.
         last = torch.cat((last, last)) if len(rows) == 1 else last

@@ -59,6 +59,7 @@ class Step(nn.Module):
         if learned:
             x = x + learned[0]
         x = stored(x)
+        mixture = self.mixture(weights) if config.is_moe else None
         for layer in range(config.n_layers):
             memory = (keys[layer], values[layer])
 
@@ -67,7 +68,7 @@ class Step(nn.Module):
                 return attend_one(q, memory, seen)
 
             rotated = (turned[0], turned[1]) if turned else None
-            x = block(config, weights, layer, x, rotated, WithOne(), attend, self.mixture(weights))
+            x = block(config, weights, layer, x, rotated, WithOne(), attend, mixture)
         return WithOne().product(hidden_norm(config, weights, x), head_of(weights))[0]
 
     def mixture(self, weights: Weights) -> Callable[[Tensor, int], Tensor]:
@@ -168,6 +169,10 @@ def _source() -> str:
     return f"{SLOTS} {LANES} {UNSEEN} {GROUP}" + sources(*IN_EVERY_GRAPH, WithOne, Step, remember, attend_one, _export)
 
 
+PROMPT_SECONDS = 24
+"""About how long the three graphs of a prompt take, for any number of layers (mini-llama on two idle cores, LOG.md)."""
+
+
 def compile_seconds(config: ModelConfig) -> float:
     """About how long `compiled` takes the first time: 16 s for 4 layers and 30 s for 12 on two idle cores (LOG.md).
 
@@ -180,13 +185,14 @@ def is_worth_compiling(config: ModelConfig, weight_bytes: int, new_tokens: int, 
     """Whether so many tokens repay the compiling. `weight_bytes` are those in fp32.
 
     A line through what the step saves a token of three models (LOG.md): 13.6 ms of mini-llama's 17.9, where this says
-    11.6, so that it pays from some 2,700 tokens on. Below fp32 the plain route unpacks every matrix for every token,
+    11.6, so that it pays from some 4,700 tokens on. Below fp32 the plain route unpacks every matrix for every token,
     which took 21 ms more for int8, 24 for bf16 and 39 for int4.
     """
     saved = weight_bytes / 22e9 + 0.42e-3 * config.n_layers
     if precision != "fp32":
         saved += weight_bytes / 6.7e9
-    return new_tokens * saved > compile_seconds(config)
+    prompt = 0 if config.is_moe else PROMPT_SECONDS  # its graphs are made with the step
+    return new_tokens * saved > compile_seconds(config) + prompt
 
 
 def compiled(config: ModelConfig, precision: str, cache_dtype: torch.dtype, inputs: tuple[Any, ...]) -> Run:

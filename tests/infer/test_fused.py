@@ -4,7 +4,9 @@ import pytest
 import torch
 
 from clockhand.config import ModelConfig
+from clockhand.errors import ClockhandError
 from clockhand.infer import fused, graphs
+from clockhand.infer.chunk import ChunkGraphs
 from clockhand.infer.fused import FusedRunner, best_runner, copied_bytes, is_fusible
 from clockhand.infer.runner import ReferenceRunner
 from clockhand.infer.scheduler import Row
@@ -190,3 +192,14 @@ def test_the_weights_it_holds_beside_the_model_are_forecast_to_the_byte(kind, dt
     held = FusedRunner(whole, 3, 32, 8, compile=False)._weights.values()
     tensors = [tensor for each in held for tensor in (each if isinstance(each, list) else [each])]
     assert copied_bytes(whole) == sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+@pytest.mark.parametrize("name", NOT_FUSED)
+def test_what_cannot_be_fused_is_refused_where_it_is_asked_for(name):
+    with pytest.raises(ClockhandError, match="a fused step needs dense layers"):
+        FusedRunner(model(**NOT_FUSED[name]), 2, 32, 8)
+
+
+def test_experts_have_no_graphs_of_a_prompt():
+    with pytest.raises(ClockhandError, match="n_experts = 2"):
+        ChunkGraphs(model(n_experts=2).config, "fp32", torch.float32, {})
