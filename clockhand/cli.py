@@ -109,6 +109,7 @@ Precision = Annotated[
     str | None,
     typer.Option(help="Read the weights as fp32 | bf16 | int8 | int4.", show_default="as they are stored"),
 ]
+Device = Annotated[str, typer.Option(help="Where the model runs: cpu | cuda.")]
 Settings = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="FIELD=VALUE", help="Change any field of the model. Repeat for more."),
@@ -530,6 +531,7 @@ def generate(
     n: Annotated[int, typer.Option("--n", help="Completions of each prompt, with the seeds seed, seed + 1, ...")] = 1,
     seed: Seed = 0,
     precision: Precision = None,
+    device: Device = "cpu",
     rope_scaling: Annotated[
         str | None,
         typer.Option(help="Stretch the context: linear | ntk | dynamic | yarn | llama3; or none, as it was trained."),
@@ -553,6 +555,7 @@ def generate(
 ) -> None:
     """Continue a text. One prompt streams as it is written; several prompts or completions print when done."""
     from clockhand.infer.generate import generate_text, prompt_ids, stream
+    from clockhand.infer.language_model import moved
     from clockhand.infer.stretch import stretched
     from clockhand.train.run_folder import trained_seq_len
 
@@ -569,6 +572,7 @@ def generate(
     prompts = read_prompts(prompt, prompts_file)
     network, tokenizer, stop_ids = load(model, precision)
     network = stretched(network, rope_scaling, rope_factor, inference_rope_scaling, trained_seq_len(model))
+    network = moved(network, device)
     if stop_id:
         own = [tokenizer.eos_id] if stop_ids is None and tokenizer.eos_id is not None else stop_ids or ()
         stop_ids = (*own, *stop_id)

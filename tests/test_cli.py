@@ -155,6 +155,7 @@ def test_weights_are_read_in_the_precision_asked_for_or_packed_once_for_all(run,
     assert told["int4", "fp32"]["perplexity"] == pytest.approx(alone["perplexity"], rel=1e-5)
     assert_refused(run("eval", trained, "--data", notes, "--against", "fp23"), "unknown precision or model 'fp23'")
     assert_refused(run("generate", trained, "--prompt", "x", "--precision", "fp8"), "unknown precision 'fp8'")
+    assert_refused(run("generate", trained, "--prompt", "x", "--device", "tpu"), "unknown device 'tpu'")
     assert_refused(run("export", tmp_path / "int8", "--out", tmp_path / "x.gguf"), "its weights are packed as int8")
 
 

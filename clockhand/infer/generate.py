@@ -27,12 +27,13 @@ from torch import Tensor
 from clockhand.config import ModelConfig
 from clockhand.data.tokenizer import StreamDecoder, Tokenizer
 from clockhand.errors import ClockhandError
-from clockhand.infer.decode import decoder_for
+from clockhand.infer.decode import Decoder, decoder_for
 from clockhand.infer.engine import Engine, Request, engine_for
 from clockhand.infer.explain import Explanation, explain
 from clockhand.infer.logprobs import TokenLogprob, token_logprobs
 from clockhand.infer.sampling import draw_numbers, look_up, next_token_probabilities
 from clockhand.infer.settings import PLAIN, Sampling
+from clockhand.infer.static import StaticDecoder, static_decoder_for
 from clockhand.model.cache import KVCache
 from clockhand.model.transformer import Transformer
 
@@ -354,8 +355,10 @@ def _pieces(
                 yield Piece(row.number, None, "", row.finish_reason)
         weight = model.token_embedding.weight
         cache = KVCache(model.config, len(batch), max(row.reach for row in batch), weight.dtype, weight.device)
-        alone = len(batch) == 1 and not plain
-        decoder = decoder_for(model, batch[0].reach, batch[0].reach - len(batch[0].ids)) if alone else None
+        decoder: Decoder | StaticDecoder | None = None
+        if len(batch) == 1 and not plain:
+            fast = static_decoder_for if weight.device.type == "cuda" else decoder_for
+            decoder = fast(model, batch[0].reach, batch[0].reach - len(batch[0].ids))
         while running := [slot for slot, row in enumerate(batch) if row.finish_reason is None]:
             # On the CPU from here on, so that a seed means the same draws on every device.
             if decoder is not None:  # the same logits, sooner

@@ -36,6 +36,7 @@ from clockhand.presets import PRESETS, VOCAB_FROM_TOKENIZER, build
 
 _SAMPLING = frozenset(field_names(Sampling))
 _OPTIONS = frozenset(Options.__annotations__) - {"explain"}  # a Text has no place for it; `generate.generate` has
+DEVICES = ("cpu", "cuda")
 _POSITIONS_AT_ONCE = 256  # whose logits are made at a time, so that a long text does not need V floats for each token
 
 
@@ -185,6 +186,7 @@ def load(
     path_or_preset: str | Path,
     *,
     precision: str | None = None,
+    device: str = "cpu",
     tokenizer: str | Path | Tokenizer | None = None,
     seed: int | None = None,
     rope_scaling: str | None = None,
@@ -194,10 +196,11 @@ def load(
     """The model of a model or run folder; or of a preset, untrained, which writes noise but has every shape and cost.
 
     `precision` is what the matrices are kept in, fp32, bf16, int8 or int4 (default: everything as it is stored; a
-    folder that `clockhand quantize` made has its own). `tokenizer` is one, or where it is (default: the folder's own;
-    for a preset that of bytes, whose 261 ids the preset must have). A preset's weights are drawn with `seed` (default
-    0), and its vocabulary is its own, or the tokenizer's where it states none. A preset goes before a folder of its
-    name. The rope settings are those of `stretch.stretched`, starting from the length a run was trained with.
+    folder that `clockhand quantize` made has its own). `device` is where they lie, cpu or cuda. `tokenizer` is one, or
+    where it is (default: the folder's own; for a preset that of bytes, whose 261 ids the preset must have). A preset's
+    weights are drawn with `seed` (default 0), and its vocabulary is its own, or the tokenizer's where it states none. A
+    preset goes before a folder of its name. The rope settings are those of `stretch.stretched`, starting from the
+    length a run was trained with.
     """
     if precision is not None:
         check_precision(precision)
@@ -219,7 +222,16 @@ def load(
     model = stretched(model, rope_scaling, rope_factor, inference_rope_scaling, trained)
     if precision is not None:
         model = packed(model, precision)
-    return LanguageModel(model, found, stop_ids)
+    return LanguageModel(moved(model, device), found, stop_ids)
+
+
+def moved(model: Transformer, device: str) -> Transformer:
+    """The model on `device`, cpu or cuda. Raises `ClockhandError` for another, or where there is no GPU."""
+    if device not in DEVICES:
+        raise unknown_name("device", device, DEVICES)
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ClockhandError("device = cuda, but torch finds no GPU here; use cpu")
+    return model.to(device)
 
 
 def _folder(path: str | Path) -> Path:

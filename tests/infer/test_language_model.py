@@ -130,6 +130,7 @@ def test_what_cannot_be_honoured_is_refused(folder, lm):
     for ask, words in [
         (lambda: clockhand.load("tinny"), "unknown preset or folder 'tinny'; did you mean 'tiny'"),
         (lambda: clockhand.load(folder, precision="int3"), "unknown precision 'int3'"),
+        (lambda: clockhand.load(folder, device="gpu"), "unknown device 'gpu'"),
         (lambda: clockhand.load(folder, seed=1), "seed = 1 has no effect on a saved model"),
         (lambda: lm.generate("x", temprature=1.0), "unknown option 'temprature'; did you mean 'temperature'"),
         (lambda: lm.generate("x", explain=True), "unknown option 'explain'"),
@@ -142,3 +143,9 @@ def test_what_cannot_be_honoured_is_refused(folder, lm):
     ]:
         with pytest.raises(ClockhandError, match=words):
             ask()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about a machine without a GPU")
+def test_a_gpu_that_is_not_there_is_refused(folder):
+    with pytest.raises(ClockhandError, match="device = cuda, but torch finds no GPU here"):
+        clockhand.load(folder, device="cuda")
