@@ -2,7 +2,7 @@
 
   * all live rows are one matrix, idle slots none of it: a step costs what is live
   * the arithmetic of a block is that of `block.py`; q, k and v come of one product, and every matrix lies in the
-    order in which oneDNN reads it, so that no step sorts it again
+    order in which a product for some rows reads it (`ordered.py`)
   * rotation, mask and the places in the cache are settled once a step; a token goes to its place and no other is moved
   * attention reads keys and values as they lie in the cache, once for all heads of a group, and only as far as the
     longest live row reaches, rounded up to 32
@@ -28,6 +28,7 @@ from clockhand.config import ModelConfig
 from clockhand.errors import ClockhandError
 from clockhand.infer.block import IN_EVERY_GRAPH, Products, block, embed, hidden_norm, stored
 from clockhand.infer.graphs import Run, graph_file, load_or_compile, sources
+from clockhand.infer.ordered import C_FUNCTIONS, OneDNN, Order, Panels, Unsorted, order_of
 from clockhand.infer.runner import ReferenceRunner, Runner
 from clockhand.infer.scheduler import Row
 from clockhand.infer.step import compile_seconds
@@ -38,7 +39,7 @@ from clockhand.model.rope import rotation
 from clockhand.model.transformer import Transformer
 
 ROWS = 32
-"""For so many rows matrices are ordered and loops laid out: orders for 8 and for 256 were as fast (LOG.md)."""
+"""For so many rows loops are laid out."""
 
 
 def is_fusible(model: Transformer) -> bool:
@@ -85,23 +86,20 @@ def copied_bytes(model: Transformer) -> int:
         if name != learned
     )
     head = model.lm_head.weight
-    ordered = precision_of(model) == "fp32" and is_ordered(head.dtype)
-    return total + (head.nbytes if model.config.tie_embeddings and ordered else 0)
+    is_sorted = precision_of(model) == "fp32" and not isinstance(order_of(model.config, head.dtype), Unsorted)
+    return total + (head.nbytes if model.config.tie_embeddings and is_sorted else 0)
 
 
 # ---- the weights ----
 
 
-def _in_order(weights: Weights, dtype: torch.dtype) -> dict[str, Any]:
-    """`weights`, but each matrix by itself, in oneDNN's order for some rows, if it can multiply it as it is."""
-    if weights["qkv"].dtype != dtype or not is_ordered(dtype):
+def _in_order(weights: Weights, dtype: torch.dtype, order: Order) -> dict[str, Any]:
+    """`weights`, but the matrices that are multiplied as they are, in `dtype`, in their order."""
+    if weights["qkv"].dtype != dtype or isinstance(order, Unsorted):
         return {**weights}
-    matrices: Weights = {name: weights[name] for name in _MATRICES if name in weights}
+    matrices = {name: weights[name] for name in _MATRICES if name in weights}
     matrices["head"] = head_of(weights).data[None]  # the embedding itself is looked up, not multiplied
-    ordered: dict[str, Any] = {"head.scale": torch.empty(0)}
-    for name, stacked in matrices.items():
-        ordered[name] = [torch.ops.mkldnn._reorder_linear_weight(each, ROWS) for each in stacked]
-    return {**weights, **ordered}
+    return {**weights, "head.scale": torch.empty(0)} | {name: order.sort(each) for name, each in matrices.items()}
 
 
 _MATRICES: tuple[str, ...] = ("qkv", "o", "gate", "up", "down")
@@ -113,9 +111,9 @@ _MATRICES: tuple[str, ...] = ("qkv", "o", "gate", "up", "down")
 class ManyStep(nn.Module):
     """One token of every row through the whole model: what is compiled. Writes their keys and values into the cache."""
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, products: Products) -> None:
         super().__init__()
-        self.config, self.dtype = config, dtype
+        self.config, self.dtype, self.products = config, dtype, products
 
     def forward(
         self,
@@ -143,25 +141,20 @@ class ManyStep(nn.Module):
                 return attend_rows(q, memory, slots, seen)
 
             rotated = (turned[0], turned[1]) if turned else None
-            x = block(config, weights, layer, x, rotated, WithRows(), attend, mixture=None)
-        return WithRows().product(hidden_norm(config, weights, x), head_of(weights)).float()
+            x = block(config, weights, layer, x, rotated, self.products, attend, mixture=None)
+        return self.products.product(hidden_norm(config, weights, x), head_of(weights)).float()
 
 
 class WithRows(Products):
     """x (n, D), W (N, D) -> (n, N), in the type of x."""
 
+    def __init__(self, order: Order) -> None:
+        self.order = order
+
     def product(self, x: Tensor, matrix: Matrix) -> Tensor:
-        if matrix.data.dtype == x.dtype and is_ordered(x.dtype):
-            return torch.ops.mkldnn._linear_pointwise(x, matrix.data, None, "none", [], "")
+        if matrix.data.dtype == x.dtype:
+            return self.order.product(x, matrix.data)
         return F.linear(x, unpack(matrix).to(x.dtype))
-
-
-@cache
-def is_ordered(dtype: torch.dtype) -> bool:
-    """Whether matrices in `dtype` that are not packed are kept in the order that oneDNN reads."""
-    if not torch.backends.mkldnn.is_available():
-        return False
-    return dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def attend_rows(q: Tensor, memory: tuple[Tensor, Tensor], slots: Tensor, seen: Tensor) -> Tensor:
@@ -190,15 +183,18 @@ def is_compiled(config: ModelConfig, precision: str, dtype: torch.dtype) -> bool
 
 
 def _file(config: ModelConfig, precision: str, dtype: torch.dtype) -> Path:
-    return graph_file("many", [_source(), repr(config), f"{precision} {dtype} {is_ordered(dtype)}"])
+    order = type(order_of(config, dtype))
+    return graph_file("many", [_source(), repr(config), f"{precision} {dtype} {order.__name__}"])
 
 
 @cache
 def _source() -> str:
-    return sources(*IN_EVERY_GRAPH, _in_order, WithRows, ManyStep, attend_rows, _export)
+    return sources(*IN_EVERY_GRAPH, _in_order, Unsorted, OneDNN, Panels, WithRows, ManyStep, attend_rows, _export)
 
 
-def _export(config: ModelConfig, dtype: torch.dtype, example: tuple[Any, ...]) -> torch.export.ExportedProgram:
+def _export(
+    config: ModelConfig, dtype: torch.dtype, products: Products, example: tuple[Any, ...]
+) -> torch.export.ExportedProgram:
     """`example` are inputs of a step, of the sizes that its loops are to be laid out for."""
     rows, places, slots, capacity = (
         torch.export.Dim(name, min=2, max=1 << 20) for name in ("rows", "places", "slots", "capacity")
@@ -217,7 +213,7 @@ def _export(config: ModelConfig, dtype: torch.dtype, example: tuple[Any, ...]) -
         [row for _ in turned],
         [row for _ in learned],
     )
-    return torch.export.export(ManyStep(config, dtype), example, dynamic_shapes=sizes)
+    return torch.export.export(ManyStep(config, dtype, products), example, dynamic_shapes=sizes)
 
 
 # ---- the runner ----
@@ -243,8 +239,10 @@ class FusedRunner(ReferenceRunner):
         config = model.config
         self._dtype = model.token_embedding.weight.dtype  # of activations; fp32 where the model is packed
         precision = "bf16" if self._dtype == torch.bfloat16 else precision_of(model)
+        order = order_of(config, self._dtype)
+        self._products = WithRows(order)
         self._weights = kept_for(
-            model, f"in order, {precision}", lambda: _in_order(stack_weights(model, precision), self._dtype)
+            model, f"in order, {precision}", lambda: _in_order(stack_weights(model, precision), self._dtype, order)
         )
         self._turned: list[Tensor] = []
         if config.position == "rope":
@@ -253,8 +251,8 @@ class FusedRunner(ReferenceRunner):
         self._learned = [] if table is None else [table.weight.detach()]
         self._graph: Run | None = None
         if compile or (compile is None and is_compiled(config, precision, self._dtype)):
-            export = partial(_export, config, self._dtype, self._example())
-            self._graph = load_or_compile(_file(config, precision, self._dtype), export)
+            export = partial(_export, config, self._dtype, self._products, self._example())
+            self._graph = load_or_compile(_file(config, precision, self._dtype), export, C_FUNCTIONS)
         self._flat = tree_leaves((self._weights, *self._cache.memory))
 
     def _step(self, rows: Sequence[Row]) -> Tensor:
@@ -268,7 +266,8 @@ class FusedRunner(ReferenceRunner):
         learned = [each[positions] for each in self._learned]
         if self._graph is not None:
             return self._graph([*self._flat, *now, *turned, *learned])[0]
-        return ManyStep(self._model.config, self._dtype)(self._weights, *self._cache.memory, *now, turned, learned)
+        step = ManyStep(self._model.config, self._dtype, self._products)
+        return step(self._weights, *self._cache.memory, *now, turned, learned)
 
     def _read(self, rows: Sequence[Row]) -> Tensor:
         config, weights, lengths = self._model.config, self._weights, [len(row.ids) for row in rows]
@@ -290,11 +289,11 @@ class FusedRunner(ReferenceRunner):
                     attended.append(attend(q, keys, values, own)[0])
                 return torch.cat(attended)
 
-            x = block(config, weights, layer, x, rotated, WithRows(), attend_each, mixture=None)
+            x = block(config, weights, layer, x, rotated, self._products, attend_each, mixture=None)
         last = torch.tensor(lengths).cumsum(0) - 1
         # A single row is multiplied in another way, whose last bits differ.
         last = torch.cat((last, last)) if len(rows) == 1 else last
-        return WithRows().product(hidden_norm(config, weights, x[last]), head_of(weights)).float()[: len(rows)]
+        return self._products.product(hidden_norm(config, weights, x[last]), head_of(weights)).float()[: len(rows)]
 
     def _example(self) -> tuple[Any, ...]:
         """Inputs of a step for `ROWS` streams of up to 64 tokens. Their values do not matter."""

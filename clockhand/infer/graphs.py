@@ -13,7 +13,7 @@ import os
 import shutil
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,12 @@ def compiler() -> str | None:
 
 
 def graph_file(name: str, parts: Sequence[str]) -> Path:
-    """The file of the graph `name` that depends on `parts`, and on torch, the CPU and the number of threads."""
+    """The file of the graph `name` that depends on `parts`."""
+    return cache_folder() / f"{name}-{key_of(parts)}.pt2"
+
+
+def key_of(parts: Sequence[str]) -> str:
+    """A name for what depends on `parts`, and on torch, the CPU, the number of threads and how this file compiles."""
     everything = [
         *parts,
         torch.__version__,
@@ -54,8 +59,7 @@ def graph_file(name: str, parts: Sequence[str]) -> Path:
         str(torch.get_num_threads()),
         inspect.getsource(sys.modules[__name__]),
     ]
-    key = hashlib.sha256("\n".join(everything).encode()).hexdigest()[:24]
-    return cache_folder() / f"{name}-{key}.pt2"
+    return hashlib.sha256("\n".join(everything).encode()).hexdigest()[:24]
 
 
 def sources(*parts: Any) -> str:
@@ -63,8 +67,12 @@ def sources(*parts: Any) -> str:
     return "".join(inspect.getsource(part) for part in parts)
 
 
-def load_or_compile(file: Path, export: Callable[[], torch.export.ExportedProgram]) -> Run:
+def load_or_compile(
+    file: Path, export: Callable[[], torch.export.ExportedProgram], calls: Mapping[Any, list[str]] | None = None
+) -> Run:
     """The graph in `file`, or what `export` gives, compiled into it.
+
+    `calls` says for operators of our own which C function the graph calls: its declaration. Who asks has loaded it.
 
     Raises `ClockhandError` where it has to be compiled and no C++ compiler is found, or the file cannot be written.
     """
@@ -74,7 +82,7 @@ def load_or_compile(file: Path, export: Callable[[], torch.export.ExportedProgra
                 return load(file)
         if compiler() is None:
             raise ClockhandError("compiling a step needs a C++ compiler (g++, or the one named in CXX)")
-        compile_into(file, export)
+        compile_into(file, export, calls)
         return load(file)
 
 
@@ -87,12 +95,15 @@ def load(file: Path) -> Run:
         return AOTIModelPackageLoader(str(file), "model", False, 1, -1).run
 
 
-def compile_into(file: Path, export: Callable[[], torch.export.ExportedProgram]) -> None:
+def compile_into(
+    file: Path, export: Callable[[], torch.export.ExportedProgram], calls: Mapping[Any, list[str]] | None = None
+) -> None:
     import torch._inductor
     import torch._inductor.config as inductor
 
     # A product and a sum in one instruction; and no check of an index in the middle of a loop: ids are checked before.
     changes: Any = {"cpp.enable_floating_point_contract_flag": "fast", "assert_indirect_indexing": False}
+    changes["aot_inductor.custom_ops_to_c_shims"] = dict(calls or {})
     with _quiet(), torch.no_grad(), inductor.patch(changes), _ordered_products(), new_file(file) as unfinished:
         # It insists on the ending .pt2.
         beside = unfinished.with_name(unfinished.name + ".pt2")
