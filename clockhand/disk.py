@@ -106,7 +106,12 @@ def _refusals_of_the_disk(target: Path) -> Iterator[None]:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else error
         if isinstance(error, (FileExistsError, NotADirectoryError)):
             reason = f"{error.filename} is a file where a folder is needed"
-        raise ClockhandError(f"cannot write '{target}': {reason}; what was there before is whole") from error
+        raise ClockhandError(f"cannot write '{_place(target)}': {reason}; what was there before is whole") from error
+
+
+def _place(target: Path) -> Path:
+    """Where `target` will be once all folders around it are renamed: what is written may be a part of a folder."""
+    return Path(*(part for part in target.parts if not part.startswith(f"{HIDDEN}-")))
 
 
 def _to_disk(path: Path) -> None:

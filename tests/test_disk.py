@@ -39,6 +39,14 @@ def test_a_full_disk_is_one_clear_line_and_changes_nothing(tmp_path):
     assert everything_in(tmp_path) == {"log": "old"}
 
 
+def test_a_full_disk_within_a_folder_being_written_names_the_folder_that_people_know(tmp_path):
+    refused, best = pytest.raises(ClockhandError), tmp_path / "best"
+    with refused as refusal, new_folder(best) as outer, new_folder(outer), new_file(outer / "config.json"):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    named = f"cannot write '{best / 'config.json'}': No space left on device"
+    assert str(refusal.value).startswith(named)
+
+
 def test_a_process_that_died_before_the_exchange_leaves_the_old_folder(tmp_path):
     write_text(tmp_path / "model" / "weights", "old")
     write_text(tmp_path / ".unfinished-9-model" / "model" / "weights", "half")

@@ -13,7 +13,6 @@ import gzip
 import hashlib
 import importlib.util
 import json
-import os
 import re
 import sys
 import sysconfig
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
 from clockhand.errors import ClockhandError, unknown_name
+from clockhand.walk import walk
 
 FORMATS = {".txt": "text", ".md": "text", ".jsonl": "jsonl", ".csv": "csv", ".parquet": "parquet"}
 READABLE = f"{', '.join(FORMATS)}, each also as .gz"
@@ -152,7 +152,7 @@ def _format(path: Path) -> str | None:
 
 def _walk(folder: Path, without: frozenset[str] = frozenset()) -> Iterator[Path]:
     """The files in and under `folder`, sorted; hidden ones and folders named in `without` are passed over."""
-    for parent, folders, files in os.walk(folder, onerror=_refuse_folder):
+    for parent, folders, files in walk(folder, onerror=_refuse_folder):
         folders[:] = sorted(name for name in folders if name not in without and not name.startswith("."))
         yield from (Path(parent, name) for name in sorted(files) if not name.startswith("."))
 

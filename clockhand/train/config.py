@@ -34,7 +34,7 @@ class TrainConfig:
     batch_size: int = 8
     """B: rows in a micro-batch, those of all processes together."""
     accumulate: int = 1
-    """Micro-batches whose gradients make one update."""
+    """Micro-batches whose gradients make one update: at most an epoch of them."""
     seq_len: int = 256
     """T: tokens in a row."""
     seed: int = 0

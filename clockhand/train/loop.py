@@ -117,12 +117,13 @@ class Trainer:
         device = _device(config)
         if device.type == "cpu":
             refuse_beyond_memory(model_config, -(-config.batch_size // self.ranks.size), config.seq_len)
+        self.windows = TrainWindows(corpus, config.batch_size, config.seq_len, config.seed)
+        _refuse_more_than_an_epoch(config, self.windows.windows_per_epoch)
         opened = self.ranks.once(lambda: self._open_folder(model_config, config, device))
         self.config = config = replace(config, **opened["settled"])
         at = opened["resume"]["state"]["step"] if opened["resume"] else 0
         foretold = self.ranks.size == 1 and device.type == "cpu"
         self.reckoning = Reckoning(model_config, config, at, timed) if foretold else None
-        self.windows = TrainWindows(corpus, config.batch_size, config.seq_len, config.seed)
         self.held_out = ValidationWindows(corpus, config.batch_size, config.seq_len, config.eval_windows)
         self.record = self._record(model_config, config)
         self.model, self.loss_of = self.ranks.build(model_config, config.seed, config.dtype, device)
@@ -406,4 +407,14 @@ def _refuse_misfits(model_config: ModelConfig, config: TrainConfig, corpus: Corp
     if model_config.vocab_size < ids:
         raise ClockhandError(
             f"vocab_size = {model_config.vocab_size} must be at least {ids}, the size of the corpus's tokenizer"
+        )
+
+
+def _refuse_more_than_an_epoch(config: TrainConfig, windows: int) -> None:
+    """A step that reads a window twice knows nothing more for it, and might not end in days."""
+    most = -(-windows // config.batch_size)
+    if config.accumulate > most:
+        raise ClockhandError(
+            f"accumulate = {config.accumulate} must be at most {most}: with that many micro-batches of batch_size = "
+            f"{config.batch_size}, a step reads each of the corpus's {windows:,} windows of seq_len = {config.seq_len}"
         )

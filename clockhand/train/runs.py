@@ -5,7 +5,6 @@ lock, finished when its log has the last step and its final model is there, and 
 """
 
 import json
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from clockhand.errors import ClockhandError
 from clockhand.lock import is_held
 from clockhand.presets import PRESETS, VOCAB_FROM_TOKENIZER, build
 from clockhand.train.log import read_log
+from clockhand.walk import walk
 
 CONFIG, LOG, LOCK = "config.json", "log.jsonl", ".lock"
 
@@ -61,7 +61,7 @@ def find_runs(root: Path, note: Callable[[str], None] = lambda line: None) -> li
 
 
 def _run_folders(root: Path) -> Iterator[Path]:
-    for path, folders, files in os.walk(root):
+    for path, folders, files in walk(root):
         if CONFIG in files and LOG in files:
             yield Path(path)
             folders.clear()  # what a run holds are no runs

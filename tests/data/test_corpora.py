@@ -5,6 +5,7 @@ import gzip
 import importlib.util
 import io
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -96,6 +97,21 @@ def test_a_folder_is_read_in_order_without_hidden_files(tmp_path: Path):
     assert documents == ["a.md", "b.txt", "sub/c.txt", "sub/deep/d.jsonl"]
     assert counts(report) == {"file of another kind, not read": 1}
     assert report.oddities["file of another kind, not read"].examples == [str(tmp_path / "sub/photo.png")]
+
+
+def test_text_is_found_however_deep_it_lies(tmp_path: Path):
+    deep = str(tmp_path)
+    for _ in range(sys.getrecursionlimit() + 100):
+        deep += "/d"
+        os.mkdir(deep)
+    try:
+        (Path(deep) / "a.txt").write_text("found")
+        assert read(tmp_path)[0] == ["found"]
+    finally:  # what removes the folders of tests would not get to the bottom
+        os.remove(f"{deep}/a.txt")
+        while deep != str(tmp_path):
+            os.rmdir(deep)
+            deep = os.path.dirname(deep)
 
 
 def test_a_file_given_twice_is_read_once_and_reported(tmp_path: Path):

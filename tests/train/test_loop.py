@@ -15,7 +15,7 @@ import torch
 
 from clockhand import lock
 from clockhand.config import ModelConfig
-from clockhand.data.loader import Batch, ValidationWindows
+from clockhand.data.loader import Batch, TrainWindows, ValidationWindows
 from clockhand.data.shards import CorpusSettings, prepare
 from clockhand.errors import ClockhandError
 from clockhand.interop.hf import load_model
@@ -518,6 +518,21 @@ def test_a_folder_that_has_only_its_corpus_yet_is_a_run_folder(model_config, tra
 def test_windows_longer_than_the_model_reaches_are_refused(model_config, train_config, corpus, tmp_path):
     with pytest.raises(ClockhandError, match=r"^seq_len = 128 must be at most max_seq_len = 64"):
         train(model_config, dataclasses.replace(train_config, seq_len=128), corpus, tmp_path / "run")
+
+
+def test_a_step_of_more_than_an_epoch_is_refused_before_a_folder_is_made(model_config, train_config, corpus, tmp_path):
+    windows = TrainWindows(corpus, 2, 32).windows_per_epoch
+    most = math.ceil(windows / 2)
+    for accumulate in (most + 1, 10_000_000):
+        config = dataclasses.replace(train_config, accumulate=accumulate)
+        refusal = rf"^accumulate = {accumulate} must be at most {most}: .* each of the corpus's {windows} windows of"
+        with pytest.raises(ClockhandError, match=refusal):
+            train(model_config, config, corpus, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    Trainer(model_config, dataclasses.replace(train_config, accumulate=most), corpus, tmp_path / "most", Reporter())
+    # One micro-batch may have more rows than the corpus has windows: of a few lines there are no more.
+    many = dataclasses.replace(train_config, batch_size=2 * windows, accumulate=1)
+    Trainer(model_config, many, corpus, tmp_path / "rows", Reporter())
 
 
 def test_a_vocabulary_too_small_for_the_tokenizer_is_refused(train_config, corpus, tmp_path):
