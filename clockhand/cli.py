@@ -23,9 +23,11 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from clockhand import __version__
+from clockhand.bench import WORKS
 from clockhand.config import ModelConfig, field_docs, field_names, parse_settings
 from clockhand.errors import ClockhandError, unknown_name
 from clockhand.infer.settings import Sampling
+from clockhand.presets import PRESETS
 from clockhand.train.config import TrainConfig
 from clockhand.train.interrupt import Interrupted
 
@@ -112,9 +114,12 @@ Precision = Annotated[
 Device = Annotated[str, typer.Option(help="Where the model runs: cpu | cuda.")]
 Settings = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="FIELD=VALUE", help="Change any field of the model. Repeat for more."),
+    typer.Option(
+        "--set", metavar="FIELD=VALUE", help="Change any field of the model (clockhand/config.py). Repeat for more."
+    ),
 ]
 
+PRESET_NAMES = " ".join(PRESETS)
 SOURCES = "Files or folders of .txt .md .jsonl .csv .parquet (also .gz), builtin:shakespeare, builtin:python."
 Sources = Annotated[list[str], typer.Argument(metavar="SOURCE...", help=SOURCES)]
 FitMemory = Annotated[
@@ -129,6 +134,10 @@ Kind = Annotated[str | None, typer.Option(help="bpe | char | byte: the tokenizer
 VocabSize = Annotated[
     int | None, typer.Option(help="Ids of the tokenizer to train.", show_default="4096; all for char")
 ]
+PresetsVocabSize = Annotated[
+    int | None,
+    typer.Option("--vocab-size", help="Ids of the tokenizer to train.", show_default="the preset's; all for char"),
+]
 UseTokenizer = Annotated[
     str, typer.Option("--tokenizer", help="Folder or tokenizer.json to use instead of training one.")
 ]
@@ -142,7 +151,9 @@ ValFraction = Annotated[
 
 @app.command()
 def inspect(
-    model: Annotated[str, typer.Argument(metavar="PRESET|FOLDER", help="A preset, a model folder or a run folder.")],
+    model: Annotated[
+        str, typer.Argument(metavar="PRESET|FOLDER", help=f"A model folder, a run folder or a preset: {PRESET_NAMES}.")
+    ],
     other: Annotated[str | None, typer.Argument(metavar="OTHER", help="A second one, to compare.")] = None,
     settings: Settings = None,
     as_json: Json = False,
@@ -291,12 +302,12 @@ def train(
     data: Annotated[
         list[str] | None, typer.Option("--data", metavar="SOURCE", help=f"{SOURCES} Or a corpus folder.")
     ] = None,
-    preset: Annotated[str, typer.Option(help="The model to start from: 'clockhand inspect PRESET'.")] = "tiny",
+    preset: Annotated[str, typer.Option(help=f"The model to start from: {PRESET_NAMES}.")] = "tiny",
     out: Annotated[Path | None, typer.Option(help="The run folder.", show_default="runs/PRESET-DATA")] = None,
     settings: Settings = None,
     tokenizer: UseTokenizer = "",
     kind: Kind = None,
-    vocab_size: VocabSize = None,
+    vocab_size: PresetsVocabSize = None,
     text_field: TextField = None,
     val_fraction: ValFraction = None,
     replay: Annotated[
@@ -413,7 +424,9 @@ def train(
 @app.command("plan")
 @flags_from(TrainConfig)
 def plan(
-    preset: Annotated[str, typer.Argument(metavar="PRESET|FOLDER", help="A preset, a model folder or a run folder.")],
+    preset: Annotated[
+        str, typer.Argument(metavar="PRESET|FOLDER", help=f"A model folder, a run folder or a preset: {PRESET_NAMES}.")
+    ],
     settings: Settings = None,
     fit_memory: FitMemory = None,
     as_json: Json = False,
@@ -461,9 +474,9 @@ def list_runs(
     as_json: Json = False,
 ) -> None:
     """List training runs. How far they are, how good, and whether they run."""
-    from rich.table import Table
+    from rich.console import Console
 
-    from clockhand.train.runs import duration, find_runs
+    from clockhand.train.runs import find_runs, runs_table
 
     if not folder.is_dir():
         raise ClockhandError(f"'{folder}' is no folder; name the one that your runs are in")
@@ -474,15 +487,11 @@ def list_runs(
     if not found:
         print(f"no runs in {folder}")
         return
-    rows = Table("run", "preset", "state", box=None, header_style="bold")
-    for title in ("step", "train", "validation", "best", "time"):
-        rows.add_column(title, justify="right")
-    for each in found:
-        losses = [f"{loss:.4f}" if loss is not None else "-" for loss in (each.train_loss, each.val_loss)]
-        best = f"{each.best_val_loss:.4f} at {each.best_step:,}" if each.best_val_loss is not None else "-"
-        step = f"{each.step:,}/{each.steps:,}"
-        rows.add_row(each.folder, each.preset, each.state, step, *losses, best, duration(each.seconds))
-    print_rich(rows)
+    console = Console()
+    table, left_out = runs_table(found, console.width if console.is_terminal else None)
+    console.print(table, crop=False)
+    if left_out:
+        say(f"note: the terminal is too narrow for {' and '.join(left_out)}; --json tells everything")
 
 
 @app.command()
@@ -813,14 +822,19 @@ def validate(
 
 # ── speed ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-BENCHES = ("decode", "prefill", "batch", "moe", "context", "train", "experts")
 BESIDE: dict[str, tuple[str, ...]] = {"moe": (), "experts": (), "context": (), "train": ("transformers",)}
 """Where not all peers run beside."""
 
 
-@app.command()
+_WORKS = "\n".join(f"{name:<9}{what}" for name, what in WORKS.items())
+
+
+@app.command(
+    help="Measure speed beside the peers. One run of alternating rounds, and the share of what the machine could do. "
+    f"What can be measured:\n\n\b\n{_WORKS}"
+)
 def bench(
-    work: Annotated[str, typer.Argument(metavar="WORK", help=" | ".join(BENCHES))],
+    work: Annotated[str, typer.Argument(metavar="WORK", help="One of those above.")],
     preset: Annotated[
         str | None,
         typer.Option(
@@ -834,12 +848,10 @@ def bench(
     figure: Annotated[Path | None, typer.Option(help="context: draw it into this PNG.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Measure speed beside the peers. One run of alternating rounds, and the share of what the machine could do."""
     from importlib import import_module
-    from importlib.util import find_spec
 
-    if work not in BENCHES or find_spec(f"clockhand.bench.{work}") is None:
-        raise unknown_name("bench", work, [name for name in BENCHES if find_spec(f"clockhand.bench.{name}")])
+    if work not in WORKS:
+        raise unknown_name("bench", work, WORKS)
     from clockhand.bench.measure import wanted_peers
 
     peers = wanted_peers(peer)
@@ -1021,8 +1033,8 @@ def print_lengths(answer: dict[str, Any]) -> None:
     """The perplexities of `eval --against-length`, for people."""
     from rich.table import Table
 
-    rows = Table("rope_scaling", box=None, header_style="bold", title_justify="left")
-    rows.title = f"perplexity by tokens of context; trained with {answer['seq_len']:,}"
+    print(f"perplexity by tokens of context; trained with {answer['seq_len']:,}")
+    rows = Table("rope_scaling", box=None, header_style="bold", pad_edge=False)
     for length in answer["lengths"]:
         rows.add_column(f"{length:,}", justify="right")
     for scaling, perplexities in answer["perplexity"].items():

@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from clockhand.config import ModelConfig
 from clockhand.errors import ClockhandError
@@ -16,6 +16,9 @@ from clockhand.lock import is_held
 from clockhand.presets import PRESETS, VOCAB_FROM_TOKENIZER, build
 from clockhand.train.log import read_log
 from clockhand.walk import walk
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 CONFIG, LOG, LOCK = "config.json", "log.jsonl", ".lock"
 
@@ -124,6 +127,53 @@ def _preset_of(model: dict[str, Any]) -> str:
         except (TypeError, ClockhandError):  # of another version, or none of ours
             return "-"
     return "-"
+
+
+SPARE = ("train", "preset", "validation", "time")
+"""Columns of the list that go, in this order, where a terminal is too narrow for all."""
+
+
+def runs_table(runs: list[Run], width: int | None) -> "tuple[Table, list[str]]":
+    """The list of `clockhand runs`, a line for each run, and the names of the columns it had no room for.
+
+    `width` is the terminal's, in characters; None (a pipe) leaves nothing out.
+    """
+    from rich.cells import cell_len
+    from rich.table import Table
+
+    columns = {
+        "run": [run.folder for run in runs],
+        "preset": [run.preset for run in runs],
+        "state": [run.state for run in runs],
+        "step": [f"{run.step:,}/{run.steps:,}" for run in runs],
+        "train": [_loss(run.train_loss) for run in runs],
+        "validation": [_loss(run.val_loss) for run in runs],
+        "best": [
+            _loss(run.best_val_loss) + (f" at {run.best_step:,}" if run.best_step is not None else "") for run in runs
+        ],
+        "time": [duration(run.seconds) for run in runs],
+    }
+    left_out: list[str] = []
+
+    def needed() -> int:
+        return sum(max(map(cell_len, [title, *cells])) + len("  ") for title, cells in columns.items()) - len("  ")
+
+    for title in SPARE:
+        if width is not None and needed() > width:
+            del columns[title]
+            left_out.append(title)
+    table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
+    for title in columns:
+        # A run's name is whole even where it alone is wider than the terminal, which then breaks it as it likes.
+        table.add_column(title, justify="left" if title in ("run", "preset", "state") else "right", no_wrap=True)
+    for cells in zip(*columns.values()):
+        table.add_row(*cells)
+    table.width = needed()
+    return table, left_out
+
+
+def _loss(loss: float | None) -> str:
+    return "-" if loss is None else f"{loss:.4f}"
 
 
 def summary(run: Run) -> str:

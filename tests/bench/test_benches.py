@@ -1,10 +1,11 @@
 """Every bench runs to its end on a tiny model, names its contestants and its limits."""
 
 import json
+import re
 
 import pytest
 
-from clockhand.bench import batch, contest, context, decode, measure, prefill
+from clockhand.bench import WORKS, batch, contest, context, decode, measure, prefill
 from clockhand.cli import app
 from clockhand.config import ModelConfig
 from clockhand.errors import ClockhandError
@@ -95,3 +96,14 @@ def test_a_peer_or_a_model_that_would_not_be_measured_is_refused(monkeypatch, fl
 
     monkeypatch.setattr(measure, "wanted_peers", lambda wanted: (wanted or "").split(","))
     assert message in str(CliRunner().invoke(app, ["bench", *flags]).exception)
+
+
+def test_the_help_tells_what_each_bench_measures_and_every_one_is_there():
+    from importlib.util import find_spec
+
+    from typer.testing import CliRunner
+
+    told = CliRunner().invoke(app, ["bench", "--help"]).output
+    for work, what in WORKS.items():
+        assert find_spec(f"clockhand.bench.{work}") is not None
+        assert re.search(rf"^ +{work} +{re.escape(what)}$", told, re.M), f"{work} has no line of its own"

@@ -12,7 +12,7 @@ from clockhand.errors import ClockhandError
 from clockhand.train.curves import draw_curves
 from clockhand.train.loop import train
 from clockhand.train.progress import Reporter
-from clockhand.train.runs import duration, find_runs, read_run, summary
+from clockhand.train.runs import Run, duration, find_runs, read_run, runs_table, summary
 
 
 class Dies(Reporter):
@@ -67,6 +67,37 @@ def test_a_preset_is_known_by_its_numbers(tmp_path):
         model = dataclasses.asdict(build(name, **changes))
         (tmp_path / "config.json").write_text(json.dumps({"model": model, "train": {"steps": 5}}))
         assert read_run(tmp_path).preset == expected
+
+
+def test_the_list_of_runs_breaks_no_line_and_leaves_out_what_a_narrow_terminal_has_no_room_for():
+    from rich.console import Console
+
+    runs = [
+        Run("runs/char-shakespeare", "mini-llama", "finished", 2000, 2000, 1.2, 1.3, 1.3, 1750, 10, 75.0, 0),
+        Run("runs/b", "-", "stopped", 6, 10, None, None, None, None, 10, 7262.0, 0),
+    ]
+
+    def listed(width: int | None) -> tuple[list[str], list[str]]:
+        table, left_out = runs_table(runs, width)
+        console = Console(width=width or 80, color_system=None)
+        with console.capture() as capture:
+            console.print(table, crop=False)
+        return capture.get().splitlines(), left_out
+
+    (title, first, second), left_out = listed(None)
+    assert left_out == []
+    assert title.split() == ["run", "preset", "state", "step", "train", "validation", "best", "time"]
+    assert first.endswith("1.3000 at 1,750  1 min 15 s")
+    assert second.endswith("2 h 01 min")
+    lines, left_out = listed(80)
+    assert len(lines) == 3
+    assert max(map(len, lines)) <= 80
+    assert left_out == ["train", "preset", "validation"]
+    assert "2 h 01 min" in lines[2]
+    lines, left_out = listed(40)
+    assert len(lines) == 3
+    assert left_out == ["train", "preset", "validation", "time"]
+    assert "runs/char-shakespeare  finished" in lines[1]
 
 
 def test_the_last_word_names_the_best_step_when_it_was_not_the_last(tmp_path):
