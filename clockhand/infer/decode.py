@@ -150,8 +150,17 @@ class Decoder:
         x = torch.empty(0)
         for start in range(0, len(ids), CHUNK):
             x = self._read_chunk(numbers[start : start + CHUNK], last=start + CHUNK >= len(ids))
+        return self._logits(x[-1:])[0]
+
+    @torch.no_grad()
+    def score(self, ids: Sequence[int]) -> Tensor:
+        """Appends `ids`, read at once; the logits after each, (T, V) fp32. Raises `ClockhandError` as `read` does."""
+        self._check(ids)
+        return self._logits(self._read_chunk(torch.tensor(ids, dtype=torch.int64), last=False))
+
+    def _logits(self, x: Tensor) -> Tensor:  # (T, D) -> (T, V) fp32
         head = unpack(head_of(self.weights)).to(x.dtype)
-        return F.linear(hidden_norm(self.config, self.weights, x[-1:]), head)[0].float()
+        return F.linear(hidden_norm(self.config, self.weights, x), head).float()
 
     @torch.no_grad()
     def step(self, id: int) -> Tensor:
@@ -178,16 +187,17 @@ class Decoder:
         """Appends `ids` by the better of the two ways; the logits after the last, (V,) fp32."""
         return self.step(ids[0]) if len(ids) == 1 and self.length else self.read(ids)
 
-    def truncate(self, length: int) -> None:
-        """Forgets every token at position `length` and beyond.
-
-        Raises `ClockhandError` where a sliding window has let go of what would be seen then: it keeps 64 tokens more.
-        """
-        if length < 0:
-            raise ClockhandError(f"length = {length} must be 0 or more")
+    def can_truncate(self, length: int) -> bool:
+        """Whether a sliding window still has what would be seen then: it keeps 64 tokens more."""
         window = self.config.sliding_window
         first = max(0, length - window + 1) if window else 0  # that the next token sees
-        if length and self._ring and self._written - first > self._ring:
+        return length == 0 or not self._ring or self._written - first <= self._ring
+
+    def truncate(self, length: int) -> None:
+        """Forgets every token at position `length` and beyond. Raises `ClockhandError` unless it `can_truncate`."""
+        if length < 0:
+            raise ClockhandError(f"length = {length} must be 0 or more")
+        if not self.can_truncate(length):
             raise ClockhandError(
                 f"length = {length} is too far back: of {self._written} tokens the sliding window has kept {self._ring}"
             )

@@ -28,8 +28,9 @@ from clockhand.data.tokenizer import Tokenizer
 from clockhand.errors import ClockhandError
 from clockhand.infer.generate import Piece, TextBeforeStop
 from clockhand.infer.sampling import draw_numbers, look_up, next_token_probabilities
+from clockhand.infer.scorer import Scorer, scorer_for
 from clockhand.infer.settings import PLAIN, Sampling
-from clockhand.model.cache import SLACK, KVCache
+from clockhand.model.cache import SLACK
 from clockhand.model.transformer import Transformer
 
 
@@ -71,30 +72,30 @@ class ModelDrafter:
         # accepted more often than it should be, and what comes out has another distribution.
         own = int(np.random.SeedSequence((seed, 1)).generate_state(1)[0])
         self._generator = torch.Generator().manual_seed(own)
-        self._cache: KVCache | None = None
-        self._cached: list[int] = []  # what the cache holds
+        self._scorer: Scorer | None = None
+        self._scored: list[int] = []  # what the scorer holds
 
     @torch.no_grad()
     def propose(self, ids: Sequence[int], prompt_length: int, most: int) -> tuple[list[int], Tensor | None]:
-        most = min(most, self.model.config.max_seq_len - len(ids))
+        reach = self.model.config.max_seq_len
+        most = min(most, reach - len(ids))
         if most < 1:
             return [], None
-        weight = self.model.token_embedding.weight
-        if self._cache is None:
-            self._cache = KVCache(self.model.config, 1, dtype=weight.dtype, device=weight.device)
-        same = next((n for n, (a, b) in enumerate(zip(self._cached, ids)) if a != b), min(len(self._cached), len(ids)))
+        if self._scorer is None:  # how many tokens are to come it does not know: none, for which to compile
+            self._scorer = scorer_for(self.model, reach, new_tokens=2)
+        scorer, scored = self._scorer, self._scored
+        same = next((n for n, (a, b) in enumerate(zip(scored, ids)) if a != b), min(len(scored), len(ids)))
         same = min(same, len(ids) - 1)
-        same = same if self._cache.can_truncate(same) else 0
-        self._cache.truncate(same)
+        same = same if scorer.can_truncate(same) else 0
+        scorer.truncate(same)
         text, drawn_from = list(ids), []
         for _ in range(most):
-            new = torch.tensor([text[same:]], device=weight.device)
-            logits = self.model.lm_head(self.model.hidden(new, cache=self._cache).hidden[:, -1]).float().cpu()
+            logits = scorer.extend(text[same:])[None]
             probabilities = next_token_probabilities(logits, [text], self._sampling, [prompt_length])
             same = len(text)
             text.append(int(look_up(probabilities, draw_numbers([self._generator]))))
             drawn_from.append(probabilities[0])
-        self._cached = text[:-1]
+        self._scored = text[:-1]
         return text[len(ids) :], torch.stack(drawn_from)
 
 
@@ -173,7 +174,9 @@ class Speculation:
     draft_length: int = 5
     """k: ids drafted at a time at most."""
     prefill_chunk: int = 512
-    """Ids of the prompt that one call reads at most."""
+    """Ids of the prompt that one call of the plain model reads at most."""
+    plain: bool = False
+    """Never the compiled step and the compiled prompt, as in `generate.Options`."""
     clock: Callable[[], float] = time.perf_counter
     statistics: Statistics = field(default_factory=Statistics)
 
@@ -203,10 +206,10 @@ class Speculation:
         self.model.eval()
         ids, payoff, statistics = list(self.prompt), Payoff(), self.statistics
         room = min(self.max_new_tokens, self.model.config.max_seq_len - len(ids))
-        reach, weight = len(ids) + room, self.model.token_embedding.weight
+        reach = len(ids) + room
         if room == 0:
             return
-        cache = KVCache(self.model.config, 1, reach, weight.dtype, weight.device)
+        scorer = scorer_for(self.model, reach, room, self.prefill_chunk, self.plain)
         generator = torch.Generator().manual_seed(self.seed)
         while len(ids) < reach:
             started, first = self.clock(), len(ids) == len(self.prompt)
@@ -215,7 +218,7 @@ class Speculation:
             drawn_from = None
             if most > 0 and not first and payoff.wants_draft:
                 draft, drawn_from = self.drafter.propose(ids, len(self.prompt), most)
-            probabilities = self._score(ids, draft, cache)  # (k + 1, V)
+            probabilities = self._probabilities(ids, draft, scorer)  # (k + 1, V)
             new = _accept(draft, drawn_from, probabilities, generator)
             seconds = self.clock() - started
             if draft:
@@ -233,18 +236,12 @@ class Speculation:
                 yield id
                 if id in self.stop_ids:
                     return
-            cache.truncate(len(ids) - 1)
+            scorer.truncate(len(ids) - 1)
 
-    @torch.no_grad()
-    def _score(self, ids: list[int], draft: list[int], cache: KVCache) -> Tensor:
+    def _probabilities(self, ids: list[int], draft: list[int], scorer: Scorer) -> Tensor:
         """What each id of the draft, and the one after it, is drawn from by the model: (k + 1, V)."""
-        device = cache.lengths.device
-        unseen = torch.tensor([ids[int(cache.lengths) :] + draft], device=device)
-        *before, last = unseen.split(max(self.prefill_chunk, len(draft) + 1), dim=1)
-        for chunk in before:
-            self.model.hidden(chunk, cache=cache)
-        hidden = self.model.hidden(last, cache=cache).hidden[0, -len(draft) - 1 :]  # (k + 1, D)
-        logits = self.model.lm_head(hidden).float().cpu()
+        unseen = ids[scorer.length :] + draft
+        logits = scorer.score(unseen) if draft else scorer.extend(unseen)[None]  # (k + 1, V)
         if self.known_ids is not None:
             logits[:, self.known_ids :] = -torch.inf
         short = max(0, self.min_new_tokens - (len(ids) - len(self.prompt)))

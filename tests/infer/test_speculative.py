@@ -9,8 +9,11 @@ import torch
 from clockhand.config import ModelConfig
 from clockhand.data.tokenizer import Tokenizer
 from clockhand.errors import ClockhandError
+from clockhand.infer import scorer
+from clockhand.infer.decode import Decoder
 from clockhand.infer.generate import generate, stream
 from clockhand.infer.sampling import draw_numbers, look_up, next_token_probabilities
+from clockhand.infer.scorer import PlainScorer, scorer_for
 from clockhand.infer.settings import GREEDY, PLAIN, Sampling
 from clockhand.infer.speculative import ModelDrafter, NgramDrafter, Payoff, Speculation, speculative_pieces
 from clockhand.model.transformer import Transformer
@@ -21,6 +24,8 @@ KINDS = {
     "dynamic rope": dict(rope_scaling="dynamic", rope_factor=4.0, rope_original_max_seq_len=4),
     "sliding window": dict(sliding_window=5),
 }
+
+UNCOMPILED = dict(compile=False, exact=True)
 
 
 def small_model(seed=0, vocab_size=64, **changes):
@@ -74,6 +79,36 @@ def test_greedy_ids_are_those_of_plain_decoding_whether_drafts_are_accepted_or_n
         assert stats.accepted == 0
     else:
         assert 0 < stats.accepted < stats.drafted
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_decoder_checks_drafts_as_the_plain_model_does(kind, monkeypatch):
+    model, prompt = small_model(**KINDS[kind]), [3, 1, 4]
+    text = plain(model, prompt, max_new_tokens=40)
+    wrong = range(10, 50, 7)
+    drafters = (Knows(prompt + text, wrong), ModelDrafter(small_model(seed=1, **KINDS[kind]), GREEDY))
+    monkeypatch.setattr(
+        scorer, "decoder_for", lambda model, reach, new_tokens: Decoder(model, reach=reach, **UNCOMPILED)
+    )
+    for drafter in drafters:
+        run = Speculation(
+            model=model, prompt=prompt, drafter=drafter, sampling=GREEDY, max_new_tokens=40, clock=Clock()
+        )
+        assert list(run) == text
+        assert run.statistics.rounds > 3
+    assert not isinstance(scorer_for(model, 43, 40, plain=True), Decoder)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_decoder_scores_every_id_as_the_plain_model_does_and_forgets_what_is_cut_off(kind):
+    model, ids = small_model(**KINDS[kind]), [3, 1, 4, 1, 5, 9, 2, 6]
+    ways = PlainScorer(model, 8), Decoder(model, reach=8, **UNCOMPILED)
+    for way in ways:
+        way.extend(ids[:3])
+        way.score([7, 7])
+        way.truncate(3)
+    torch.testing.assert_close(*(way.score(ids[3:]) for way in ways), rtol=1e-4, atol=1e-4)
+    assert [way.length for way in ways] == [8, 8]
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, Sampling(temperature=0, repetition_penalty=1.3, frequency_penalty=0.5)])
