@@ -145,6 +145,10 @@ class _Run:
 
 def _train(model: dict[str, Any], train: dict[str, Any], corpus: str, threads: int, out: str, errors: Any) -> None:
     torch.set_num_threads(threads)  # another number may add in another order
+    if "fork" in multiprocessing.get_all_start_methods():
+        # torch's compiler makes a lock, that of a progress bar. In a process begun by a server it would have a name,
+        # which a kill leaves behind in the system; where people start a run it has none.
+        multiprocessing.set_start_method("fork", force=True)
     try:
         loop.train(ModelConfig(**model), TrainConfig(**train), Corpus.open(corpus), Path(out))
     except ClockhandError as error:

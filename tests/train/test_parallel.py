@@ -273,25 +273,16 @@ TINY = ("d_model=32", "n_layers=1", "n_heads=2", "d_ff=64", "max_seq_len=64")
 
 @pytest.fixture
 def torchrun(corpus, tmp_path):
-    """Starts `clockhand train` on two ranks, in the run folder tmp_path/run."""
+    """Starts `clockhand train` on two ranks, or alone, in a run folder (tmp_path/run) of the tests."""
 
-    def start(*flags: str) -> subprocess.Popen:
-        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
-        verb = [
-            "clockhand.cli",
-            "train",
-            "--data",
-            str(corpus.folder),
-            "--out",
-            str(tmp_path / "run"),
-            "--seq-len",
-            "32",
-        ]
+    def start(*flags: str, ranks: int = 2, out: str = "run") -> subprocess.Popen:
+        several = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        launch = [sys.executable, *(several if ranks > 1 else []), "-m", "clockhand.cli", "train"]
+        folders = ["--data", str(corpus.folder), "--out", str(tmp_path / out)]
         size = [word for field in TINY for word in ("--set", field)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        return subprocess.Popen(
-            [*launch, *verb, *size, "--seq-len", "32", *flags], stderr=subprocess.PIPE, text=True, env=environment
-        )
+        command = [*launch, *folders, *size, "--seq-len", "32", *flags]
+        return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
 
     return start
 
@@ -327,6 +318,20 @@ def test_a_run_whose_rank_is_killed_says_so_and_the_same_command_goes_on(killed,
     assert launcher.returncode == 0, said
     assert "resuming" in said
     assert [row["step"] for row in read_log(tmp_path / "run/log.jsonl")] == list(range(reached + 6))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_compiled_two_ranks_have_the_loss_curve_of_one_compiled_process(optimizer, torchrun, tmp_path):
+    flags = f"--compile on --dtype float32 --optimizer {optimizer} --batch-size 4 --accumulate 2 --steps 10"
+    cadence = "--eval-every 5 --save-every 0 --sample-every 0"
+    for ranks, out in (2, "two"), (1, "alone"):
+        launcher = torchrun(*flags.split(), *cadence.split(), ranks=ranks, out=out)
+        _, said = launcher.communicate(timeout=2 * LIMIT_S)
+        assert launcher.returncode == 0, said
+    two, alone = curve(tmp_path / "two"), curve(tmp_path / "alone")
+    assert len(alone) == 10 + 3
+    assert two == pytest.approx(alone, abs=1e-5)  # as uncompiled
 
 
 @pytest.mark.slow

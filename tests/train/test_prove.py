@@ -37,6 +37,19 @@ def test_a_killed_run_ends_in_the_same_bits_and_the_certificate_says_when_it_was
     assert first_difference(tmp_path / "straight", tmp_path / "here") == ""
 
 
+@pytest.mark.slow
+def test_a_compiled_run_in_bf16_under_muon_is_proved_and_its_kills_leave_nothing_behind(corpus):
+    """Another process, so that what Python says of leftovers when it ends is read too."""
+    size = "--set d_model=32 --set n_layers=2 --set n_heads=2 --set d_ff=64 --set max_seq_len=64 --seq-len 32"
+    run = "--compile on --dtype bfloat16 --optimizer muon --steps 12 --save-every 3 --eval-every 5 --batch-size 2"
+    verb = [sys.executable, "-m", "clockhand.cli", "train", "--prove-resume", "--kills", "2", "--data", corpus.folder]
+    done = subprocess.run([*verb, *size.split(), *run.split()], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "resume is exact to the bit: 12 steps, " in done.stdout
+    assert "killed     " in done.stdout, "the control: processes were killed"
+    assert "leaked" not in done.stderr
+
+
 def test_a_run_that_cannot_be_made_is_refused_with_its_own_reason(model_config, train_config, corpus, tmp_path):
     too_long = dataclasses.replace(train_config, seq_len=128)
     with pytest.raises(ClockhandError, match=r"does not reach its end: seq_len = 128 must be at most"):
