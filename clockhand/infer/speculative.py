@@ -45,20 +45,34 @@ class Drafter(Protocol):
 
 
 class NgramDrafter:
-    """What followed the last time that the text had its present end: the longest of up to `longest` ids wins."""
+    """What followed the last time that the text had its present end: the longest of up to `longest` ids wins.
+
+    Where the text ends before the draft is long enough, the draft goes on by following itself: after a b a b it is
+    a b a b a. A text that repeats itself is where guessing pays most.
+    """
 
     def __init__(self, longest: int = 4, shortest: int = 2) -> None:
         if not 1 <= shortest <= longest:
             raise ClockhandError(f"shortest = {shortest} must be between 1 and longest = {longest}")
         self._lengths = range(longest, shortest - 1, -1)
+        self._looked_up: list[int] = []  # the text so far, as of the last call
+        self._after: dict[
+            tuple[int, ...], int
+        ] = {}  # where the text goes on after its latest such ids, its end left out
 
     def propose(self, ids: Sequence[int], prompt_length: int, most: int) -> tuple[list[int], Tensor | None]:
-        ids = list(ids)
+        text, known = list(ids), len(self._looked_up)
+        if text[:known] != self._looked_up:
+            self._after, known = {}, 0
+        for place in range(max(known, 1), len(text)):
+            self._after |= {tuple(text[place - n : place]): place for n in self._lengths if n <= place}
+        self._looked_up = list(ids)
         for length in self._lengths:
-            end = ids[-length:]
-            for start in range(len(ids) - length - 1, -1, -1):  # the latest one first
-                if ids[start : start + length] == end:
-                    return ids[start + length :][:most], None
+            begin = self._after.get(tuple(text[-length:]))
+            if begin is not None:
+                for place in range(begin, begin + most):
+                    text.append(text[place])
+                return text[len(ids) :], None
         return [], None
 
 

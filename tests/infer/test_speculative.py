@@ -231,9 +231,30 @@ def test_sampled_tokens_have_the_distribution_of_the_model_alone(monkeypatch, ho
 def test_ngrams_propose_what_followed_the_longest_and_latest_equal_end():
     drafter = NgramDrafter(longest=3, shortest=2)
     assert drafter.propose([1, 2, 3, 4, 9, 2, 3, 7, 1, 2, 3], 0, 2) == ([4, 9], None)  # three ids beat the later two
-    assert drafter.propose([2, 3, 4, 2, 3, 5, 2, 3], 0, 5) == ([5, 2, 3], None)  # the later of two
+    assert drafter.propose([2, 3, 4, 2, 3, 5, 2, 3], 0, 3) == ([5, 2, 3], None)  # the later of two
     assert drafter.propose([1, 2, 3, 4], 0, 5) == ([], None)
     assert drafter.propose([1, 5, 1], 0, 5) == ([], None)  # one id is too little
+
+
+def test_a_draft_longer_than_what_followed_follows_itself():
+    assert NgramDrafter().propose([7, 1, 2, 1, 2], 0, 5) == ([1, 2, 1, 2, 1], None)
+    assert NgramDrafter().propose([9, 9, 9], 0, 4) == ([9, 9, 9, 9], None)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_ngrams_are_found_as_a_search_from_the_end_finds_them(seed):
+    def searched(ids):
+        for length in (3, 2):
+            for start in range(len(ids) - length - 1, -1, -1):
+                if ids[start : start + length] == ids[-length:]:
+                    return ids[start + length]
+        return None
+
+    ids = torch.randint(4, (60,), generator=torch.Generator().manual_seed(seed)).tolist()
+    drafter = NgramDrafter(longest=3, shortest=2)
+    for end in [*range(1, 60, 3), 20, 21, 60]:  # one text as it grows, cut back, and grown again
+        text = ids[:end] if end != 21 else [*ids[:19], 3, 3]
+        assert drafter.propose(text, 0, 1)[0] == ([] if searched(text) is None else [searched(text)])
 
 
 # When it pays
