@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 from clockhand.config import ModelConfig
 from clockhand.errors import ClockhandError
@@ -89,25 +90,27 @@ def test_packed_models_are_fused_too(precision):
         torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.slow
+KINDS_OF_GRAPHS = ["normed queries and keys", "layer norm after", "learned positions", "a window"]
+
+
 @pytest.mark.skipif(graphs.compiler() is None, reason="needs a C++ compiler")
-@pytest.mark.parametrize(
-    "kind", ["llama", "normed queries and keys", "layer norm after", "learned positions", "a window"]
-)
-def test_the_compiled_step_equals_the_plain_one_for_any_number_of_rows(kind, monkeypatch, tmp_path):
+@pytest.mark.parametrize("kind", ["llama", *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS_OF_GRAPHS)])
+def test_one_graph_is_compiled_for_any_number_of_rows_and_length_and_equals_the_plain_step(kind, monkeypatch, tmp_path):
     monkeypatch.setenv("CLOCKHAND_CACHE", str(tmp_path))
     whole = model(**SWITCHES[kind], max_seq_len=96)
     compiled = FusedRunner(whole, 5, 96, 8, compile=True)
-    plain = ReferenceRunner(whole, 5, 96, 8)
-    for step in range(80):  # over more than one length of 32, and past the window
-        rows = [Row(slot, [(7 * step + slot) % 50], step) for slot in range(1 + 4 * (step < 60))]
-        torch.testing.assert_close(compiled.run(rows), plain.run(rows), atol=1e-4, rtol=1e-4)
 
     def never(*ignored):
         raise AssertionError("compiled again")
 
     monkeypatch.setattr(graphs, "compile_into", never)
-    FusedRunner(whole, 2, 64, 8)  # other sizes, the same graph, taken since it lies there
+    plain = ReferenceRunner(whole, 5, 96, 8)
+    counters.clear()
+    for step in range(80):  # over more than one length of 32, and past the window
+        rows = [Row(slot, [(7 * step + slot) % 50], step) for slot in range(1 + 4 * (step < 60))]
+        torch.testing.assert_close(compiled.run(rows), plain.run(rows), atol=1e-4, rtol=1e-4)
+    assert not counters["stats"], "torch compiled something as the texts grew"
+    assert FusedRunner(whole, 2, 64, 8)._graph is not None  # other sizes, the same graph, taken since it lies there
 
 
 @pytest.mark.slow
