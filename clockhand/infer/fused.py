@@ -4,8 +4,8 @@
   * the arithmetic of a block is that of `block.py`; q, k and v come of one product, and every matrix lies in the
     order in which a product for some rows reads it (`ordered.py`)
   * rotation, mask and the places in the cache are settled once a step; a token goes to its place and no other is moved
-  * attention reads keys and values as they lie in the cache, once for all heads of a group, and only as far as the
-    longest live row reaches, rounded up to 32
+  * attention reads keys and values as they lie in the cache, once for all heads of a group, and only as far as a row
+    reaches (`attend_rows.py`)
   * compiled, all that lies between two products is one loop. The graph is compiled once for a shape of model, for any
     number of rows and any length, and kept on disk (`graphs.py`). Without it the same step runs as it is written
 
@@ -26,9 +26,11 @@ from torch.utils._pytree import tree_leaves
 
 from clockhand.config import ModelConfig
 from clockhand.errors import ClockhandError
+from clockhand.infer.attend_rows import AttendRows, attend_in_torch, attend_rows, fastest_attend
 from clockhand.infer.block import IN_EVERY_GRAPH, Products, block, embed, hidden_norm, stored
 from clockhand.infer.graphs import Run, graph_file, load_or_compile, sources
-from clockhand.infer.ordered import C_FUNCTIONS, OneDNN, Order, Panels, Unsorted, order_of
+from clockhand.infer.native import CALLS
+from clockhand.infer.ordered import OneDNN, Order, Panels, Unsorted, order_of
 from clockhand.infer.runner import ReferenceRunner, Runner
 from clockhand.infer.scheduler import Row
 from clockhand.infer.step import compile_seconds
@@ -111,9 +113,9 @@ _MATRICES: tuple[str, ...] = ("qkv", "o", "gate", "up", "down")
 class ManyStep(nn.Module):
     """One token of every row through the whole model: what is compiled. Writes their keys and values into the cache."""
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, products: Products) -> None:
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, products: Products, attend: AttendRows) -> None:
         super().__init__()
-        self.config, self.dtype, self.products = config, dtype, products
+        self.config, self.dtype, self.products, self.attend = config, dtype, products, attend
 
     def forward(
         self,
@@ -138,7 +140,7 @@ class ManyStep(nn.Module):
             def attend(q: Tensor, k: Tensor, v: Tensor, memory: tuple[Tensor, Tensor] = memory) -> Tensor:
                 for each, new in zip(memory, (k, v)):
                     each.index_put_((slots, places), new.to(each.dtype))
-                return attend_rows(q, memory, slots, seen)
+                return self.attend(q, *memory, slots, seen)
 
             rotated = (turned[0], turned[1]) if turned else None
             x = block(config, weights, layer, x, rotated, self.products, attend, mixture=None)
@@ -157,23 +159,6 @@ class WithRows(Products):
         return F.linear(x, unpack(matrix).to(x.dtype))
 
 
-def attend_rows(q: Tensor, memory: tuple[Tensor, Tensor], slots: Tensor, seen: Tensor) -> Tensor:
-    """q (n, H, Dh), each over the first S places of its slot -> (n, H, Dh)."""
-    places = torch.arange(seen.shape[1])
-    keys, values = (each[slots[:, None], places].transpose(1, 2) for each in memory)  # (n, K, S, Dh)
-    q = q.unflatten(1, (keys.shape[1], -1))  # (n, K, G, Dh)
-    if not torch.compiler.is_compiling():
-        mask = seen[:, None, None].to(q.dtype)  # (n, 1, 1, S)
-        return F.scaled_dot_product_attention(q.to(keys.dtype), keys, values, attn_mask=mask).flatten(1, 2)
-    group = range(q.shape[2])
-    # Bare sums: what else is done to them would be a loop of its own for each of the group.
-    products = [(keys.float() * q[:, :, g, None].float()).sum(-1) for g in group]  # each (n, K, S)
-    score = stored(torch.stack(products, dim=1)) / math.sqrt(q.shape[-1]) + seen[:, None, None]  # (n, G, K, S)
-    weight = stored(torch.softmax(score, dim=-1))
-    mixed = [(weight[:, g, :, :, None] * values.float()).sum(2) for g in group]  # each (n, K, Dh)
-    return stored(torch.stack(mixed, dim=2).to(q.dtype)).flatten(1, 2)
-
-
 # ---- compiled, and kept ----
 
 
@@ -183,24 +168,23 @@ def is_compiled(config: ModelConfig, precision: str, dtype: torch.dtype) -> bool
 
 
 def _file(config: ModelConfig, precision: str, dtype: torch.dtype) -> Path:
-    order = type(order_of(config, dtype))
-    return graph_file("many", [_source(), repr(config), f"{precision} {dtype} {order.__name__}"])
+    ways = f"{type(order_of(config, dtype)).__name__} {fastest_attend(dtype).__name__}"
+    return graph_file("many", [_source(), repr(config), f"{precision} {dtype} {ways}"])
 
 
 @cache
 def _source() -> str:
-    return sources(*IN_EVERY_GRAPH, _in_order, Unsorted, OneDNN, Panels, WithRows, ManyStep, attend_rows, _export)
+    own = (_in_order, Unsorted, OneDNN, Panels, WithRows, ManyStep, attend_rows, attend_in_torch, _export)
+    return sources(*IN_EVERY_GRAPH, *own)
 
 
-def _export(
-    config: ModelConfig, dtype: torch.dtype, products: Products, example: tuple[Any, ...]
-) -> torch.export.ExportedProgram:
+def _export(step: ManyStep, example: tuple[Any, ...]) -> torch.export.ExportedProgram:
     """`example` are inputs of a step, of the sizes that its loops are to be laid out for."""
     rows, places, slots, capacity = (
         torch.export.Dim(name, min=2, max=1 << 20) for name in ("rows", "places", "slots", "capacity")
     )
     weights, *_, turned, learned = example
-    memory = [{0: slots, 1: capacity} for _ in range(config.n_layers)]
+    memory = [{0: slots, 1: capacity} for _ in range(step.config.n_layers)]
     row = {0: rows}
     sizes = (
         {name: [None] * len(each) if isinstance(each, list) else None for name, each in weights.items()},
@@ -213,7 +197,7 @@ def _export(
         [row for _ in turned],
         [row for _ in learned],
     )
-    return torch.export.export(ManyStep(config, dtype, products), example, dynamic_shapes=sizes)
+    return torch.export.export(step, example, dynamic_shapes=sizes)
 
 
 # ---- the runner ----
@@ -241,6 +225,7 @@ class FusedRunner(ReferenceRunner):
         precision = "bf16" if self._dtype == torch.bfloat16 else precision_of(model)
         order = order_of(config, self._dtype)
         self._products = WithRows(order)
+        self._many = ManyStep(config, self._dtype, self._products, fastest_attend(self._dtype))
         self._weights = kept_for(
             model, f"in order, {precision}", lambda: _in_order(stack_weights(model, precision), self._dtype, order)
         )
@@ -251,8 +236,8 @@ class FusedRunner(ReferenceRunner):
         self._learned = [] if table is None else [table.weight.detach()]
         self._graph: Run | None = None
         if compile or (compile is None and is_compiled(config, precision, self._dtype)):
-            export = partial(_export, config, self._dtype, self._products, self._example())
-            self._graph = load_or_compile(_file(config, precision, self._dtype), export, C_FUNCTIONS)
+            export = partial(_export, self._many, self._example())
+            self._graph = load_or_compile(_file(config, precision, self._dtype), export, CALLS)
         self._flat = tree_leaves((self._weights, *self._cache.memory))
 
     def _step(self, rows: Sequence[Row]) -> Tensor:
@@ -266,8 +251,7 @@ class FusedRunner(ReferenceRunner):
         learned = [each[positions] for each in self._learned]
         if self._graph is not None:
             return self._graph([*self._flat, *now, *turned, *learned])[0]
-        step = ManyStep(self._model.config, self._dtype, self._products)
-        return step(self._weights, *self._cache.memory, *now, turned, learned)
+        return self._many(self._weights, *self._cache.memory, *now, turned, learned)
 
     def _read(self, rows: Sequence[Row]) -> Tensor:
         config, weights, lengths = self._model.config, self._weights, [len(row.ids) for row in rows]

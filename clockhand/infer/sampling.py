@@ -15,13 +15,14 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from clockhand.errors import ClockhandError
-from clockhand.infer.settings import Sampling
+from clockhand.infer.settings import PLAIN, Sampling
 
 
 def next_token_probabilities(
@@ -45,10 +46,7 @@ def stages(
     Arguments and refusals are those of `next_token_probabilities`, which is the softmax of the last.
     """
     logits = logits.float()
-    if not logits.amax(-1).isfinite().all():  # the maximum of a row with NaN is NaN
-        raise ClockhandError(
-            "the model's logits hold NaN or infinity, and no token can be drawn: its weights are broken"
-        )
+    _check_finite(logits.amax(-1))
     yield "model", logits
     if sampling.logit_bias:
         logits = add_logit_bias(logits, tuple(sampling.logit_bias))
@@ -95,10 +93,26 @@ def best(
 
     Arguments and refusals are those of `next_token_probabilities`.
     """
-    # From there on the stages keep the best, whatever else they take out.
-    before = replace(sampling, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, typical_p=1.0)
-    *_, (_, last) = stages(logits, history, before, prompt_lengths)
-    return last.max(-1).indices  # the first of equal ones, as in apply_temperature
+    before = _before_temperature(sampling)
+    if before != PLAIN:
+        *_, (_, logits) = stages(logits, history, before, prompt_lengths)
+    highest, ids = logits.max(-1)  # the first of equal ones, as in apply_temperature
+    _check_finite(highest)
+    return ids
+
+
+@lru_cache(1024)
+def _before_temperature(sampling: Sampling) -> Sampling:
+    """The stages up to it. From there on they keep the best, whatever else they take out."""
+    return replace(sampling, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, typical_p=1.0)
+
+
+def _check_finite(highest: Tensor) -> None:
+    """`highest` are the largest logits of rows: of one with NaN, NaN."""
+    if not highest.isfinite().all():
+        raise ClockhandError(
+            "the model's logits hold NaN or infinity, and no token can be drawn: its weights are broken"
+        )
 
 
 def draw_numbers(generators: Sequence[torch.Generator]) -> Tensor:

@@ -29,8 +29,8 @@ from clockhand.errors import ClockhandError
 SLACK = 64
 """Tokens a ring keeps beyond its window at least: how far a row with a sliding window can always be cut back."""
 
-STRIDE = 32
-"""`append` looks over a multiple of so many places: whole vectors, and few lengths that differ."""
+STRIDE = 16
+"""`append` looks over a multiple of so many places: whole vectors."""
 
 _FIRST_CAPACITY = 64
 
