@@ -243,7 +243,7 @@ def data_prepare(
     val_fraction: ValFraction = None,
     seed: Seed = 0,
 ) -> None:
-    """Turn text into a corpus: token shards with a tokenizer, held-out text and checksums."""
+    """Turn text into a corpus. Token shards with a tokenizer, held-out text and checksums."""
     from clockhand.data.shards import CorpusSettings, prepare, show
 
     refuse_own_files(sources, "source ")
@@ -421,8 +421,15 @@ def train(
     )
 
 
+FORECAST_FIELDS = {
+    *("steps", "batch_size", "accumulate", "seq_len", "dtype", "compile", "checkpoint_activations", "optimizer"),
+    *("eval_every", "eval_windows", "device", "parallel"),
+}
+"""Those that memory and time depend on, and two of which a forecast knows only one value."""
+
+
 @app.command("plan")
-@flags_from(TrainConfig)
+@flags_from(TrainConfig, but=set(field_names(TrainConfig)) - FORECAST_FIELDS)
 def plan(
     preset: Annotated[
         str, typer.Argument(metavar="PRESET|FOLDER", help=f"A model folder, a run folder or a preset: {PRESET_NAMES}.")

@@ -251,6 +251,13 @@ def test_what_a_plan_cannot_tell_is_refused(run, flags):
     assert_refused(run("plan", "tiny", *flags), flags[1])
 
 
+def test_a_plan_takes_no_setting_that_would_not_change_it(run):
+    for flag in ("--learning-rate", "--seed", "--keep-last", "--sample-prompt"):
+        code, _, err = run("plan", "tiny", flag, 1)
+        assert code == 2
+        assert flag in err
+
+
 def test_a_batch_cut_to_fit_is_cut_for_the_precision_the_run_will_have(run, notes, tmp_path, monkeypatch):
     import torch
 
