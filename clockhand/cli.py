@@ -984,11 +984,19 @@ def speculated(
     options: dict[str, Any],
     draft: str | None,
 ) -> "Iterator[Piece]":
-    """`generate --speculate ngram` or `--draft MODEL`: the pieces, and at last how many guesses were right."""
+    """`generate --speculate ngram` or `--draft MODEL`: the pieces, and at last how many guesses were right.
+
+    What cannot be is refused here, before anything is written.
+    """
     from clockhand.infer.generate import prompt_ids
     from clockhand.infer.speculative import Drafter, ModelDrafter, NgramDrafter, Speculation, speculative_pieces
 
-    drafter: Drafter = NgramDrafter() if draft is None else ModelDrafter(load(draft)[0], sampling, options["seed"])
+    drafter: Drafter = NgramDrafter()
+    if draft is not None:
+        smaller, words, _ = load(draft)
+        if words.fingerprint != tokenizer.fingerprint:
+            raise ClockhandError(f"--draft {draft} has another tokenizer: its guesses would be other words")
+        drafter = ModelDrafter(smaller, sampling, options["seed"])
     stop_ids, numbers = options["stop_ids"], ("max_new_tokens", "min_new_tokens", "seed")
     if stop_ids is None:
         stop_ids = () if tokenizer.eos_id is None else (tokenizer.eos_id,)
@@ -1002,9 +1010,13 @@ def speculated(
         known_ids=tokenizer.vocab_size,
         **{name: options[name] for name in numbers},
     )
-    yield from speculative_pieces(speculation, tokenizer, options["stop_strings"])
-    told = speculation.statistics
-    say(f"\n({told.accepted} of {told.drafted} drafted tokens accepted; put to rest {told.switched_off} times)")
+
+    def pieces() -> "Iterator[Piece]":
+        yield from speculative_pieces(speculation, tokenizer, options["stop_strings"])
+        told = speculation.statistics
+        say(f"\n({told.accepted} of {told.drafted} drafted tokens accepted; put to rest {told.switched_off} times)")
+
+    return pieces()
 
 
 def losses_against_length(

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from clockhand.cli import main
+from clockhand.data.tokenizer import Tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 FIELDS = {"n_layers": 1, "d_model": 32, "n_heads": 2, "d_ff": 64, "max_seq_len": 64}
@@ -159,7 +160,7 @@ def test_weights_are_read_in_the_precision_asked_for_or_packed_once_for_all(run,
     assert_refused(run("export", tmp_path / "int8", "--out", tmp_path / "x.gguf"), "its weights are packed as int8")
 
 
-def test_speculation_writes_the_same_greedy_text_and_says_how_often_it_guessed_right(run, trained):
+def test_speculation_writes_the_same_greedy_text_and_says_how_often_it_guessed_right(run, trained, tmp_path):
     greedy = ("generate", trained, "--prompt", "Note the", "--max-new-tokens", 30, "--temperature", 0)
     code, out, _ = run(*greedy)
     for flags in (("--speculate", "ngram"), ("--draft", trained)):
@@ -169,6 +170,10 @@ def test_speculation_writes_the_same_greedy_text_and_says_how_often_it_guessed_r
     for unfit in (["--json"], ["--n", 2], ["--explain"]):
         assert_refused(run(*greedy, "--speculate", "ngram", *unfit), "need one prompt that streams, without --json")
     assert_refused(run(*greedy, "--speculate", "ngram", "--draft", trained), "exclude each other")
+    assert_refused(run(*greedy, "--draft", tmp_path / "nowhere"), "nowhere' does not exist")
+    shutil.copytree(trained / "final", tmp_path / "other")
+    Tokenizer.train(["other words, other ids"], "byte").save(tmp_path / "other")
+    assert_refused(run(*greedy, "--draft", tmp_path / "other"), "has another tokenizer")
 
 
 def test_eval_reads_windows_as_long_as_asked_and_says_what_was_odd(run, trained, notes, tmp_path):

@@ -58,6 +58,11 @@ class Outcome:
     code: str
     """Fingerprint of the code that measured it."""
 
+    @property
+    def could_be_tried(self) -> bool:
+        """False where that takes a program which is not installed: then the control was not tried either."""
+        return bool(self.control)
+
 
 @cache
 def all_claims() -> dict[str, Claim]:

@@ -49,7 +49,8 @@ def run_claims(
 
     With `ids` each of them is explained in full; without, the instant ones make a table, with `everything` all of them.
     The JSON always lists every claim; those not run now have their kept outcome, or none. Returns the exit status: 1
-    when a control passed, or an instant claim did not find what a correct implementation finds.
+    when a control passed, or an instant claim did not find what a correct implementation finds. A claim that cannot be
+    tried here, as another program is not installed, fails nothing.
     """
     if lang not in LANGUAGES:
         raise unknown_name("language", lang, LANGUAGES)
@@ -73,7 +74,9 @@ def run_claims(
         write_report(html, known, lang)
         print(f"{html}", file=sys.stderr)
     sound = all(
-        outcome.found and outcome.control_failed for claim, outcome in zip(claims, outcomes) if claim.cost == "instant"
+        outcome.found and outcome.control_failed
+        for claim, outcome in zip(claims, outcomes)
+        if claim.cost == "instant" and outcome.could_be_tried
     )
     return 0 if sound else 1
 
@@ -156,10 +159,10 @@ def table(pairs: Sequence[tuple[Claim, Outcome]], lang: str = "en") -> Renderabl
 def summary(outcomes: Sequence[Outcome], lang: str) -> str:
     counts = {verdict: sum(outcome.verdict == verdict for outcome in outcomes) for verdict in Verdict}
     said = ", ".join(f"{VERDICT_NAMES[verdict].to(lang)} {count}" for verdict, count in counts.items() if count)
-    noticed = sum(outcome.control_failed for outcome in outcomes)
+    noticed, tried = (sum(getattr(each, what) for each in outcomes) for what in ("control_failed", "could_be_tried"))
     text = Text(
-        f"{len(outcomes)} claims: {said}. {noticed} of {len(outcomes)} controls failed, as they must.",
-        f"共 {len(outcomes)} 条：{said}。{len(outcomes)} 个对照中有 {noticed} 个按要求失败。",
+        f"{len(outcomes)} claims: {said}. {noticed} of {tried} controls failed, as they must.",
+        f"共 {len(outcomes)} 条：{said}。{tried} 个对照中有 {noticed} 个按要求失败。",
     )
     return text.to(lang)
 
@@ -193,6 +196,8 @@ def in_full(claim: Claim, outcome: Outcome, lang: str = "en") -> RenderableType:
             "" if expect.truth is None else f"{expect.tolerance:g}: {expect.because.to(lang)}",
         )
     noticed = Text("noticed", "已察觉") if outcome.control_failed else Text("NOT NOTICED", "未察觉")
+    if not outcome.could_be_tried:
+        noticed = Text("not tried", "未进行")
     parts: list[RenderableType] = [
         Line(""),
         Line.assemble((claim.id, "bold"), "  ", verdict_line(outcome, lang), (f"  § {claim.section}", "dim")),

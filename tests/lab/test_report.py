@@ -1,5 +1,6 @@
 """The table, the JSON and the page: complete, in both languages, and a page that needs nothing but itself."""
 
+import dataclasses
 import html
 import io
 import json
@@ -71,6 +72,17 @@ def test_the_json_lists_all_49_claims_with_the_measured_values_of_those_that_wer
     assert one["measured"][0]["measured"] == "0----/00---/000--/0000-/00000"
     assert one["control"]["failed"] is True
     assert one["verdict"] == "holds"
+
+
+def test_a_claim_that_needs_a_program_which_is_not_installed_is_no_failure(tmp_path: Path, monkeypatch, capsys):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert run_claims(["B18"], folder=tmp_path) == 0
+    text = capsys.readouterr().out
+    assert "[not tried]" in text
+    assert "transformers is not installed here" in text
+    failing = dataclasses.replace(run(all_claims()["B10"], Lab(tmp_path)), found=False)
+    monkeypatch.setattr("clockhand.lab.show._run_with_bar", lambda *given: [failing])
+    assert run_claims(["B10"], folder=tmp_path) == 1
 
 
 def test_an_unknown_claim_or_language_is_refused():
