@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from clockhand.config import ModelConfig
 from clockhand.errors import ClockhandError
 from clockhand.infer import engine as engine_module
+from clockhand.infer import graphs
 from clockhand.infer.engine import Engine, Request, engine_for
 from clockhand.infer.fused import best_runner
 from clockhand.infer.generate import generate
@@ -589,11 +590,13 @@ def resident():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["llama", "sliding window"])
-def test_after_2000_requests_all_slots_are_free_and_memory_is_where_it_began(kind):
+@pytest.mark.parametrize(("kind", "compile"), [("llama", False), ("sliding window", False), ("llama", True)])
+def test_after_2000_requests_all_slots_are_free_and_memory_is_where_it_began(kind, compile):
     """Random lengths, cancellations and bad parameters; a sixteenth is checked against the plain way."""
+    if compile and graphs.compiler() is None:
+        pytest.skip("needs a C++ compiler")
     model = small_model(kind)
-    engine = Engine(model, slots=8, prefill_chunk=32, queue_limit=50)
+    engine = Engine(model, slots=8, prefill_chunk=32, queue_limit=50, compile=compile)
     random = torch.Generator().manual_seed(1)
 
     def below(n):
