@@ -176,7 +176,7 @@ def test_a_damaged_compiled_step_is_compiled_again(monkeypatch, tmp_path):
         return lambda inputs: [torch.zeros(37)]
 
     monkeypatch.setattr(graphs, "load", load)
-    monkeypatch.setattr(graphs, "compile_into", lambda path, export: compiled.append(path.write_bytes(b"whole")))
+    monkeypatch.setattr(graphs, "compile_into", lambda path, *rest: compiled.append(path.write_bytes(b"whole")))
     Decoder(model, compile_prompt=False)
     assert len(compiled) == 1
     Decoder(model, compile_prompt=False)
