@@ -838,7 +838,7 @@ _WORKS = "\n".join(f"{name:<9}{what}" for name, what in WORKS.items())
 
 @app.command(
     help="Measure speed beside the peers. One run of alternating rounds, and the share of what the machine could do. "
-    f"What can be measured:\n\n\b\n{_WORKS}"
+    f"What can be measured, and about how long it takes on two cores:\n\n\b\n{_WORKS}"
 )
 def bench(
     work: Annotated[str, typer.Argument(metavar="WORK", help="One of those above.")],

@@ -1,12 +1,12 @@
 """Speed beside the peers that are installed: one file for each kind of work, the shared means in `measure.py`."""
 
 WORKS = {
-    "decode": "one text, token after token",
-    "prefill": "a prompt of 512 tokens at once",
-    "batch": "32 texts at once, token after token",
-    "context": "what a token costs with up to 8,192 before it",
-    "moe": "decoding with experts, beside a dense model",
-    "train": "training steps of 8 × 512 tokens",
-    "experts": "training steps with experts, beside a dense model",
+    "decode": "one text, token after token (1 minute; 3 the first time)",
+    "prefill": "a prompt of 512 tokens at once (1 minute; 2 the first time)",
+    "batch": "32 texts at once, token after token (1 minute; 2 the first time)",
+    "context": "a token with up to 8,192 before it (1 minute)",
+    "moe": "one text, with experts and without (1 minute; 2 the first time)",
+    "train": "training steps of 8 × 512 tokens (3 minutes)",
+    "experts": "the same with experts and without (4 minutes)",
 }
-"""What each measures. The other files, `contest` and `peers`, are what they share."""
+"""What each measures, and about how long that takes. The other files, `contest` and `peers`, are what they share."""
