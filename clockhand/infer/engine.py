@@ -226,15 +226,15 @@ class Engine:
         return events
 
     def _draw(self, logits: Tensor, draws: Sequence[_Draw]) -> list[int | str]:
-        """For each an id, or what is wrong with its logits. Those with like settings are drawn together."""
+        """For each an id, or what is wrong with its logits. Those with settings of one kind are drawn together."""
         logits[:, self._known_ids :] = -torch.inf  # a vocabulary may be padded with ids that stand for nothing
-        alike: dict[Sampling, list[_Draw]] = {}
+        alike: dict[tuple, list[_Draw]] = {}
         for draw in draws:
             index, running, _ = draw
             request = running.request
             if len(running.ids) - len(request.ids) < request.min_new_tokens:
                 logits[index, list(request.stop_ids)] = -torch.inf
-            alike.setdefault(request.sampling, []).append(draw)
+            alike.setdefault(request.sampling.kind, []).append(draw)
         outcomes: dict[int, int | str] = {}
         for group in alike.values():
             outcomes |= zip((index for index, _, _ in group), _draw_alike(logits, group))
@@ -308,13 +308,13 @@ class Engine:
 
 
 def _draw_alike(logits: Tensor, group: Sequence[_Draw]) -> list[int | str]:
-    """`Engine._draw` for requests with the same settings. A row that cannot be drawn from is refused alone."""
+    """`Engine._draw` for requests with settings of one kind. A row that cannot be drawn from is refused alone."""
     indices, rows, generators = zip(*group)
-    sampling, history = rows[0].request.sampling, [running.ids for running in rows]
+    sampling, history = [running.request.sampling for running in rows], [running.ids for running in rows]
     prompt_lengths = [len(running.request.ids) for running in rows]
     own = logits if len(group) == len(logits) else logits[list(indices)]
     try:
-        if sampling.temperature == 0:
+        if sampling[0].temperature == 0:
             return best(own, history, sampling, prompt_lengths).tolist()
         return sample(next_token_probabilities(own, history, sampling, prompt_lengths), generators).tolist()
     except ClockhandError as error:

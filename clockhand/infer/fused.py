@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from clockhand.allocator import keep_freed_memory
 from clockhand.config import ModelConfig
 from clockhand.errors import ClockhandError
 from clockhand.infer.attend_rows import AttendRows, attend_in_torch, attend_rows, fastest_attend
@@ -42,6 +43,10 @@ from clockhand.model.transformer import Transformer
 
 ROWS = 32
 """For so many rows loops are laid out."""
+
+
+SCRATCH = 2**26
+"""Bytes of freed memory that the process keeps: the logits of a step, and what drawing makes of them."""
 
 
 def is_fusible(model: Transformer) -> bool:
@@ -220,6 +225,7 @@ class FusedRunner(ReferenceRunner):
                 "a fused step needs dense layers, fp32, bf16 or packed weights on a CPU, and no dynamic RoPE"
             )
         super().__init__(model, slots, max_seq_len, longest_row)
+        keep_freed_memory(SCRATCH)
         config = model.config
         self._dtype = model.token_embedding.weight.dtype  # of activations; fp32 where the model is packed
         precision = "bf16" if self._dtype == torch.bfloat16 else precision_of(model)

@@ -24,9 +24,14 @@ from torch import Tensor
 from clockhand.errors import ClockhandError
 from clockhand.infer.settings import PLAIN, Sampling
 
+Samplings = Sampling | Sequence[Sampling]
+"""Of all rows, or one for each, of one `kind`."""
+Number = float | Tensor
+"""A setting of all rows, or one for each, (B, 1) in double."""
+
 
 def next_token_probabilities(
-    logits: Tensor, history: Sequence[Sequence[int]], sampling: Sampling, prompt_lengths: Sequence[int] | None = None
+    logits: Tensor, history: Sequence[Sequence[int]], sampling: Samplings, prompt_lengths: Sequence[int] | None = None
 ) -> Tensor:
     """What the next token is drawn from, (B, V) fp32, each row summing to 1.
 
@@ -39,7 +44,7 @@ def next_token_probabilities(
 
 
 def stages(
-    logits: Tensor, history: Sequence[Sequence[int]], sampling: Sampling, prompt_lengths: Sequence[int] | None = None
+    logits: Tensor, history: Sequence[Sequence[int]], sampling: Samplings, prompt_lengths: Sequence[int] | None = None
 ) -> Iterator[tuple[str, Tensor]]:
     """The logits (B, V) fp32 as the model gave them ("model"), and after every stage that is on, by its field's name.
 
@@ -48,37 +53,47 @@ def stages(
     logits = logits.float()
     _check_finite(logits.amax(-1))
     yield "model", logits
+    each = [sampling] * len(logits) if isinstance(sampling, Sampling) else sampling
+    sampling = each[0]  # which stages are on is the same in all
     if sampling.logit_bias:
         logits = add_logit_bias(logits, tuple(sampling.logit_bias))
         yield "logit_bias", logits
     if sampling.repetition_penalty != 1:
-        logits = penalize_repetition(logits, history, sampling.repetition_penalty)
+        logits = penalize_repetition(logits, history, _column(each, "repetition_penalty"))
         yield "repetition_penalty", logits
     if sampling.counts_drawn:
         if prompt_lengths is None:
             raise ValueError("presence and frequency penalties need prompt_lengths: what is prompt is not counted")
         drawn = [ids[length:] for ids, length in zip(history, prompt_lengths)]
         if sampling.presence_penalty != 0:
-            logits = penalize_drawn(logits, drawn, presence=sampling.presence_penalty)
+            logits = penalize_drawn(logits, drawn, presence=_column(each, "presence_penalty"))
             yield "presence_penalty", logits
         if sampling.frequency_penalty != 0:
-            logits = penalize_drawn(logits, drawn, frequency=sampling.frequency_penalty)
+            logits = penalize_drawn(logits, drawn, frequency=_column(each, "frequency_penalty"))
             yield "frequency_penalty", logits
     if sampling.temperature != 1:
-        logits = apply_temperature(logits, sampling.temperature)
+        logits = apply_temperature(logits, _column(each, "temperature"))
         yield "temperature", logits
     if sampling.top_k:
-        logits = keep_top_k(logits, sampling.top_k)
+        logits = keep_top_k(logits, _column(each, "top_k"))
         yield "top_k", logits
     if sampling.top_p != 1:
-        logits = keep_top_p(logits, sampling.top_p)
+        logits = keep_top_p(logits, _column(each, "top_p"))
         yield "top_p", logits
     if sampling.min_p:
-        logits = keep_min_p(logits, sampling.min_p)
+        logits = keep_min_p(logits, _column(each, "min_p"))
         yield "min_p", logits
     if sampling.typical_p != 1:
-        logits = keep_typical(logits, sampling.typical_p)
+        logits = keep_typical(logits, _column(each, "typical_p"))
         yield "typical_p", logits
+
+
+def _column(each: Sequence[Sampling], name: str) -> Number:
+    """A setting of every row."""
+    values = [getattr(one, name) for one in each]
+    if values.count(values[0]) == len(values):
+        return values[0]
+    return torch.tensor(values, dtype=torch.float64)[:, None]  # (B, 1)
 
 
 def sample(probabilities: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
@@ -87,14 +102,16 @@ def sample(probabilities: Tensor, generators: Sequence[torch.Generator]) -> Tens
 
 
 def best(
-    logits: Tensor, history: Sequence[Sequence[int]], sampling: Sampling, prompt_lengths: Sequence[int] | None = None
+    logits: Tensor, history: Sequence[Sequence[int]], sampling: Samplings, prompt_lengths: Sequence[int] | None = None
 ) -> Tensor:
     """What is drawn at temperature 0, where all is on one id, (B,) int64: no probabilities and no random numbers.
 
     Arguments and refusals are those of `next_token_probabilities`.
     """
-    before = _before_temperature(sampling)
-    if before != PLAIN:
+    if isinstance(sampling, Sampling):
+        sampling = [sampling] * len(logits)
+    before = [_before_temperature(each) for each in sampling]
+    if before[0] != PLAIN:
         *_, (_, logits) = stages(logits, history, before, prompt_lengths)
     highest, ids = logits.max(-1)  # the first of equal ones, as in apply_temperature
     _check_finite(highest)
@@ -131,6 +148,14 @@ def look_up(probabilities: Tensor, numbers: Tensor) -> Tensor:
     return torch.searchsorted(line, where, right=True).squeeze(-1)
 
 
+def _is(setting: Number, off: float) -> bool:
+    return not isinstance(setting, Tensor) and setting == off
+
+
+def _values(setting: Number, rows: int) -> list[float]:
+    return setting.flatten().tolist() if isinstance(setting, Tensor) else [setting] * rows
+
+
 def add_logit_bias(logits: Tensor, bias: Sequence[tuple[int, float]]) -> Tensor:
     """Adds to the logit of each id its bias. Raises `ClockhandError` for ids there are not, and where none is left."""
     for id, _ in bias:
@@ -144,19 +169,19 @@ def add_logit_bias(logits: Tensor, bias: Sequence[tuple[int, float]]) -> Tensor:
     return biased
 
 
-def penalize_repetition(logits: Tensor, history: Sequence[Sequence[int]], penalty: float) -> Tensor:
+def penalize_repetition(logits: Tensor, history: Sequence[Sequence[int]], penalty: Number) -> Tensor:
     """Divides the positive and multiplies the negative logits of ids in `history` by `penalty` (Keskar et al. 2019)."""
-    if penalty == 1:
+    if _is(penalty, 1):
         return logits
     seen = torch.zeros_like(logits, dtype=torch.bool)
     for row, ids in enumerate(history):
         seen[row, list(ids)] = True
-    penalized = torch.where(logits > 0, logits / penalty, logits * penalty)
-    return torch.where(seen, penalized, logits)
+    by = penalty.to(logits.dtype) if isinstance(penalty, Tensor) else penalty
+    return torch.where(seen, torch.where(logits > 0, logits / by, logits * by), logits)
 
 
 def penalize_drawn(
-    logits: Tensor, drawn: Sequence[Sequence[int]], presence: float = 0.0, frequency: float = 0.0
+    logits: Tensor, drawn: Sequence[Sequence[int]], presence: Number = 0.0, frequency: Number = 0.0
 ) -> Tensor:
     """logit - presence·[n > 0] - frequency·n for an id that is n times in its row of `drawn`: OpenAI's definition.
 
@@ -164,64 +189,99 @@ def penalize_drawn(
     count, those of the prompt do not.
     """
     penalty = torch.zeros_like(logits)
-    for row, ids in enumerate(drawn):
+    rows = zip(drawn, _values(presence, len(drawn)), _values(frequency, len(drawn)))
+    for row, (ids, for_presence, for_each) in enumerate(rows):
         for id, times in Counter(ids).items():
-            penalty[row, id] = presence + frequency * times
+            penalty[row, id] = for_presence + for_each * times
     return logits - penalty
 
 
-def apply_temperature(logits: Tensor, temperature: float) -> Tensor:
+def apply_temperature(logits: Tensor, temperature: Number) -> Tensor:
     """logits / temperature, up to a constant a row; at 0 its limit, in which only the best token is left."""
     best, winner = logits.max(-1, keepdim=True)  # the first of equal ones
-    if temperature == 0:
+    if _is(temperature, 0):
         return torch.full_like(logits, -math.inf).scatter(-1, winner, 0.0)
     # With the best moved to 0 a tiny temperature sends the others to -inf, never anything to +inf. The smallest normal
     # number stands in for what fp32 would take for 0.
-    return (logits - best) / max(temperature, torch.finfo(logits.dtype).tiny)
+    tiny = torch.finfo(logits.dtype).tiny
+    by = temperature.clamp(min=tiny).to(logits.dtype) if isinstance(temperature, Tensor) else max(temperature, tiny)
+    return (logits - best) / by
 
 
-def keep_top_k(logits: Tensor, k: int) -> Tensor:
+def keep_top_k(logits: Tensor, k: Number) -> Tensor:
     """Exactly the k best stay; all of them when k is 0 or beyond the vocabulary."""
-    if k == 0:
+    ks = [min(int(value), logits.shape[-1]) for value in _values(k, len(logits))]
+    if _is(k, 0) or min(ks) == logits.shape[-1]:
         return logits
-    if k >= logits.shape[-1]:
-        return logits
-    last = logits.topk(k).values[:, -1:]  # (B, 1), in a fifth of the time that sorting all takes
+    count = torch.tensor(ks, device=logits.device)[:, None]  # (B, 1)
+    last = logits.topk(max(ks)).values.gather(-1, count - 1)  # (B, 1), in a fifth of the time that sorting all takes
     better, equal = logits > last, logits == last
-    room = k - better.sum(-1, keepdim=True)
+    room = count - better.sum(-1, keepdim=True)
     return logits.masked_fill(~(better | equal & (equal.cumsum(-1) <= room)), -math.inf)
 
 
-def keep_top_p(logits: Tensor, p: float) -> Tensor:
+def keep_top_p(logits: Tensor, p: Number) -> Tensor:
     """The smallest set whose probabilities reach p stays, the best token always; all of them when p is 1."""
-    if p == 1:
+    if _is(p, 1):
         return logits
-    ordered, order = logits.sort(dim=-1, descending=True, stable=True)
-    reached = torch.softmax(ordered.double(), dim=-1).cumsum(-1)  # (B, V), in double: the sums decide who is in
-    before = F.pad(reached, (1, -1))  # what the better tokens have reached without this one
-    return logits.scatter(-1, order, ordered.masked_fill(before >= p, -math.inf))
+    return _keep_first(logits, p, -logits, _log_probabilities(logits))
 
 
-def keep_min_p(logits: Tensor, p: float) -> Tensor:
+def keep_min_p(logits: Tensor, p: Number) -> Tensor:
     """Those with a probability of at least p times the best one's stay; only the best, and its equals, when p is 1."""
-    if p == 0:
+    if _is(p, 0):
         return logits
     # Compared as logits, where p = 1 adds 0 and is exact.
-    return logits.masked_fill(logits < logits.amax(-1, keepdim=True) + math.log(p), -math.inf)
+    below = logits.new_tensor([math.log(value) for value in _values(p, len(logits))])[:, None]  # (B, 1)
+    return logits.masked_fill(logits < logits.amax(-1, keepdim=True) + below, -math.inf)
 
 
-def keep_typical(logits: Tensor, p: float) -> Tensor:
+def keep_typical(logits: Tensor, p: Number) -> Tensor:
     """Locally typical sampling (Meister et al. 2022): tokens that surprise about as much as is to be expected.
 
     Ids are ordered by |-log q - H|, the distance of their surprise from the entropy H of the row, and the fewest whose
     probabilities reach p stay, the nearest always; all of them when p is 1. The best token may be out.
     """
-    if p == 1:
+    if _is(p, 1):
         return logits
-    log_q = torch.log_softmax(logits.double(), dim=-1)
-    q = log_q.exp()
-    entropy = torch.special.entr(q).sum(-1, keepdim=True)  # (B, 1), with 0 · log 0 = 0
-    order = (log_q + entropy).abs().argsort(dim=-1, stable=True)  # an id that is out is infinitely far
-    reached = q.gather(-1, order).cumsum(-1)
-    out = F.pad(reached, (1, -1)) >= p  # in that order, as in keep_top_p
-    return logits.masked_fill(torch.zeros_like(out).scatter(-1, order, out), -math.inf)
+    log_q = _log_probabilities(logits)
+    entropy = torch.special.entr(log_q.to(logits.dtype).exp()).sum(-1, keepdim=True, dtype=torch.float64)  # (B, 1)
+    return _keep_first(logits, p, (log_q + entropy).abs(), log_q)  # an id that is out is infinitely far
+
+
+def _log_probabilities(logits: Tensor) -> Tensor:
+    """(B, V) in double: their sums decide who is in. Of exponentials in the type of the logits, which take a tenth of
+    the time: what they err by is lost in a sum over all."""
+    best = logits.amax(-1, keepdim=True)
+    total = (logits - best).exp().sum(-1, keepdim=True, dtype=torch.float64)
+    return logits.double() - (best.double() + total.log())
+
+
+def _keep_first(logits: Tensor, p: Number, far: Tensor, log_q: Tensor) -> Tensor:
+    """Of all ids in the order of `far` (B, V), equal ones in their own, the first whose probabilities reach p stay.
+
+    Most texts have few likely ids: they are looked for among the `NEAREST`, which spares a row the sorting of all.
+    """
+    p = torch.tensor(_values(p, len(far)), dtype=torch.float64, device=far.device)[:, None]  # (B, 1)
+    out = torch.ones_like(far, dtype=torch.bool)
+    few = min(NEAREST, far.shape[-1])
+    ids = far.topk(few, largest=False).indices.sort().values  # (B, few)
+    near, order = far.gather(-1, ids).sort(dim=-1, stable=True)
+    after = _after_reaching(p, log_q, ids := ids.gather(-1, order))
+    # With those that are as far as the last, others may have been left out.
+    unsettled = (~after & (near == near[:, -1:])).any(-1)
+    out = out.scatter(-1, ids, after)
+    if few < far.shape[-1] and unsettled.any():
+        rows = slice(None) if unsettled.all() else unsettled
+        ids = far[rows].argsort(dim=-1, stable=True)  # (b, V)
+        out[rows] = out[rows].scatter(-1, ids, _after_reaching(p[rows], log_q[rows], ids))
+    return logits.masked_fill(out, -math.inf)
+
+
+NEAREST = 64
+
+
+def _after_reaching(p: Tensor, log_q: Tensor, ids: Tensor) -> Tensor:
+    """For ids (B, n) in their order, whether those before each have reached p; never for the first."""
+    reached = log_q.gather(-1, ids).exp().cumsum(-1)
+    return F.pad(reached, (1, -1)) >= p

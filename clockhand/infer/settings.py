@@ -5,6 +5,7 @@ What the numbers do is in `sampling.py`.
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 from clockhand.config import check_types, require
 from clockhand.errors import ClockhandError
@@ -53,6 +54,13 @@ class Sampling:
     def counts_drawn(self) -> bool:
         """Whether it matters which tokens of the history were drawn, and which are the prompt's."""
         return self.presence_penalty != 0 or self.frequency_penalty != 0
+
+    @cached_property
+    def kind(self) -> tuple:
+        """Equal for those that differ only in numbers of the same stages: rows of one kind are drawn together."""
+        on = (self.temperature == 0, self.temperature != 1, self.top_k > 0, self.top_p != 1, self.min_p > 0)
+        penalties = (self.repetition_penalty != 1, self.presence_penalty != 0, self.frequency_penalty != 0)
+        return (*on, self.typical_p != 1, *penalties, self.logit_bias)
 
 
 def _pairs(bias: dict | tuple) -> tuple[tuple[int, float], ...]:

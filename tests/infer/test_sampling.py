@@ -21,6 +21,7 @@ from transformers import (
 
 from clockhand.errors import ClockhandError
 from clockhand.infer.sampling import (
+    NEAREST,
     add_logit_bias,
     apply_temperature,
     best,
@@ -178,6 +179,51 @@ def test_probabilities_of_a_row_do_not_depend_on_its_neighbours(seed, sampling):
         assert torch.equal(alone[0], together[row])
 
 
+OF_ONE_KIND = {
+    "all": [
+        Sampling(
+            temperature=0.5 + 0.07 * n,
+            top_k=200 - 3 * n,
+            top_p=0.7 + 0.013 * n,
+            min_p=0.001 * (n + 1),
+            typical_p=0.99 - 0.02 * n,
+            repetition_penalty=0.8 + 0.03 * n,
+            presence_penalty=0.1 + n / 7,
+            frequency_penalty=-0.3 - n / 9,
+        )
+        for n in range(20)
+    ],
+    "top_k beyond the vocabulary for some": [Sampling(top_k=280 + 2 * n) for n in range(20)],
+    "tiny temperatures": [Sampling(temperature=10.0 ** -(2 * n + 1)) for n in range(20)],
+    "greedy, penalized": [Sampling(temperature=0, repetition_penalty=1.1 + n / 5) for n in range(20)],
+}
+
+
+@pytest.mark.parametrize("kind", OF_ONE_KIND)
+def test_rows_with_different_settings_of_one_kind_are_drawn_together_as_each_would_be_alone(kind):
+    each = OF_ONE_KIND[kind]
+    assert len({one.kind for one in each}) == 1
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(20, 300, generator=generator) * torch.linspace(0.1, 6, 20)[:, None]
+    history = torch.randint(300, (20, 12), generator=generator).tolist()
+    lengths = list(range(1, 11)) * 2
+    together = next_token_probabilities(logits, history, each, lengths)
+    picked = best(logits, history, each, lengths)
+    for row, sampling in enumerate(each):
+        own = logits[row : row + 1], [history[row]], sampling, [lengths[row]]
+        assert torch.equal(next_token_probabilities(*own)[0], together[row])
+        assert best(*own) == picked[row]
+
+
+def test_settings_are_of_one_kind_when_the_same_stages_are_on_with_the_same_bias():
+    assert Sampling(top_p=0.5).kind == Sampling(top_p=0.6).kind != PLAIN.kind
+    assert Sampling(temperature=0.5).kind != GREEDY.kind  # which takes no random number
+    assert Sampling(logit_bias={1: 2.0}).kind != Sampling(logit_bias={1: 3.0}).kind
+    names = [field.name for field in dataclasses.fields(Sampling) if field.name != "logit_bias"]
+    for name in names:
+        assert dataclasses.replace(PLAIN, **{name: 2 if name == "top_k" else 0.5}).kind != PLAIN.kind
+
+
 def test_without_settings_probabilities_are_the_softmax_of_the_logits():
     logits = torch.randn(2, 10)
     torch.testing.assert_close(next_token_probabilities(logits, [[1], [2]], PLAIN), logits.softmax(-1))
@@ -284,6 +330,34 @@ def test_typical_alone_equals_transformers(seed, p, scale):
     logits = torch.randn(3, 40, generator=torch.Generator().manual_seed(seed)).double() * scale
     logits[0, ::3] = -math.inf
     assert torch.equal(keep_typical(logits, p), TypicalLogitsWarper(p)(None, logits))
+
+
+def first_by_sorting_all(logits, p, far):
+    """Who stays, by (far, id), until p is reached; and where rounding decides that."""
+    probabilities = torch.softmax(logits.double(), dim=-1)
+    ids = far.argsort(dim=-1, stable=True)
+    before = probabilities.gather(-1, ids).cumsum(-1) - probabilities.gather(-1, ids)
+    stays = torch.zeros_like(logits, dtype=torch.bool).scatter(-1, ids, before < p)
+    return stays, ((before - p).abs() < 1e-7).any(-1)
+
+
+@pytest.mark.parametrize("grid", [None, 1.0, 0.01], ids=["all differ", "many equals", "some equals"])
+@pytest.mark.parametrize("p", [0.05, 0.5, 0.9, 0.999])
+def test_looking_among_the_nearest_few_finds_whom_sorting_all_finds(p, grid):
+    generator = torch.Generator().manual_seed(0)
+    # Rows from nearly flat, where p = 0.9 needs most of 3,000 ids, to steep, where it needs a few.
+    logits = torch.randn(40, 3000, generator=generator) * torch.linspace(0.01, 8, 40)[:, None]
+    logits[:, ::7] = -math.inf
+    logits = logits if grid is None else (logits / grid).round() * grid
+    log_q = torch.log_softmax(logits.double(), dim=-1)
+    surprise = (log_q + torch.special.entr(log_q.exp()).sum(-1, keepdim=True)).abs()
+    for keep, far in ((keep_top_p, -logits), (keep_typical, surprise)):
+        expected, close = first_by_sorting_all(logits, p, far)
+        assert close.sum() <= 1
+        got = keep(logits, p).isfinite()
+        assert torch.equal(got[~close], expected[~close])
+        if p == 0.9:  # both ways are met
+            assert got.sum(-1).min() < NEAREST < got.sum(-1).max()
 
 
 def test_the_stages_that_are_on_come_in_their_order_and_end_in_what_is_drawn_from():
