@@ -77,6 +77,15 @@ def best_runner(
     return FusedRunner(model, slots, max_seq_len, longest_row, compile)
 
 
+def is_step_compiled(model: Transformer) -> bool:
+    """Whether the step for a model that is `is_fusible` lies in the cache folder."""
+    return is_compiled(model.config, _precision(model), model.token_embedding.weight.dtype)
+
+
+def _precision(model: Transformer) -> str:
+    return "bf16" if model.token_embedding.weight.dtype == torch.bfloat16 else precision_of(model)
+
+
 def is_worth_compiling(config: ModelConfig, steps: int) -> bool:
     """Whether so many steps repay compiling. With 4 rows and with 32 each took 0.4 to 0.55 ms a layer less for it, and
     compiling takes half as long again as for a single text (LOG.md)."""
@@ -228,7 +237,7 @@ class FusedRunner(ReferenceRunner):
         keep_freed_memory(SCRATCH)
         config = model.config
         self._dtype = model.token_embedding.weight.dtype  # of activations; fp32 where the model is packed
-        precision = "bf16" if self._dtype == torch.bfloat16 else precision_of(model)
+        precision = _precision(model)
         order = order_of(config, self._dtype)
         self._products = WithRows(order)
         self._many = ManyStep(config, self._dtype, self._products, fastest_attend(self._dtype))
@@ -246,13 +255,25 @@ class FusedRunner(ReferenceRunner):
             self._graph = load_or_compile(_file(config, precision, self._dtype), export, CALLS)
         self._flat = tree_leaves((self._weights, *self._cache.memory))
 
+    @torch.no_grad()
+    def score(self, slot: int, ids: Sequence[int]) -> Tensor:
+        """Appends `ids`, two or more, to a slot as rows of one step; the logits after each of them, (T, V) fp32."""
+        text = self._rows[slot]
+        positions = text.next_positions(len(ids))  # (1, T)
+        seen = Visibility(positions, text.begin(positions), self._model.config.sliding_window).mask[0]  # (T, S)
+        places = positions[0] % text.capacity
+        return self._run(torch.tensor(ids), torch.full_like(places, slot), positions[0], places, seen)
+
     def _step(self, rows: Sequence[Row]) -> Tensor:
         if len(rows) == 1:  # the graph is for two and more
             return self._step([*rows, *rows])[:1]
         slots = torch.tensor([row.slot for row in rows])
-        positions, places, seen = self._cache.append(slots)
+        return self._run(torch.tensor([row.ids[0] for row in rows]), slots, *self._cache.append(slots))
+
+    def _run(self, ids: Tensor, slots: Tensor, positions: Tensor, places: Tensor, seen: Tensor) -> Tensor:
+        """A step of rows (n,) that see `seen` (n, S) bool of the places in their slots: (n, V) fp32."""
         bias = torch.zeros(seen.shape).masked_fill_(~seen, -math.inf)
-        now = [bias, torch.tensor([row.ids[0] for row in rows]), slots, places]
+        now = [bias, ids, slots, places]
         turned = [each[positions] for each in self._turned]
         learned = [each[positions] for each in self._learned]
         if self._graph is not None:

@@ -60,6 +60,10 @@ class ReferenceRunner:
     def nbytes(self) -> int:
         return self._cache.nbytes
 
+    def text(self, slot: int) -> KVCache:
+        """The cache of a slot."""
+        return self._rows[slot]
+
     def shares(self, slot: int, length: int) -> bool:
         return not self._follows_reach and self._rows[slot].can_truncate(length)
 

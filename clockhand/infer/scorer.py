@@ -1,6 +1,8 @@
 """One text on its way through a model, with the logits after each of its ids: what checking a draft needs.
 
-`PlainScorer` is the definition, a `Transformer` and a `KVCache`; a `Decoder` is the same, faster. `scorer_for` chooses.
+`PlainScorer` is the definition, a `Transformer` and a `KVCache`. `FusedScorer` takes the step of many streams: the ids
+of a draft are rows of it, each of which sees those before it, and cost little more than one. A `Decoder` is faster with
+one id and slower with several, and there for what cannot be fused. `scorer_for` chooses.
 """
 
 from collections.abc import Sequence
@@ -10,6 +12,9 @@ import torch
 from torch import Tensor
 
 from clockhand.infer.decode import decoder_for
+from clockhand.infer.fused import FusedRunner, is_fusible, is_step_compiled, is_worth_compiling
+from clockhand.infer.graphs import compiler
+from clockhand.infer.scheduler import Row
 from clockhand.model.cache import KVCache
 from clockhand.model.transformer import Transformer
 
@@ -72,8 +77,42 @@ class PlainScorer:
         self._cache.truncate(length)
 
 
+class FusedScorer:
+    """A `Scorer` by the compiled step of a `FusedRunner`, for models that are `is_fusible`."""
+
+    def __init__(self, model: Transformer, reach: int) -> None:
+        """Raises `ClockhandError` as `FusedRunner` does where its step has to be compiled."""
+        # The second slot stays empty, of memory too: a step is compiled for two and more.
+        self._runner = FusedRunner(model, 2, reach, min(CHUNK, reach), compile=True)
+        self._text = self._runner.text(0)
+
+    @property
+    def length(self) -> int:
+        return int(self._text.lengths)
+
+    def extend(self, ids: Sequence[int]) -> Tensor:
+        logits = torch.empty(0)
+        for start in range(0, len(ids), CHUNK):
+            logits = self._runner.run([Row(0, list(ids[start : start + CHUNK]), self.length)])
+        return logits[0]
+
+    def score(self, ids: Sequence[int]) -> Tensor:
+        return self._runner.score(0, ids) if len(ids) > 1 else self.extend(ids)[None]
+
+    def can_truncate(self, length: int) -> bool:
+        return self._text.can_truncate(length)
+
+    def truncate(self, length: int) -> None:
+        self._text.truncate(length)
+
+
 def scorer_for(model: Transformer, reach: int, new_tokens: int, chunk: int = CHUNK, plain: bool = False) -> Scorer:
-    """A scorer for a text of up to `reach` tokens, `new_tokens` of them new: the compiled one if that is the faster way
-    (`decoder_for`) and it need not be `plain`."""
-    decoder = None if plain else decoder_for(model, reach, new_tokens)
-    return PlainScorer(model, reach, chunk) if decoder is None else decoder
+    """A scorer for a text of up to `reach` tokens, `new_tokens` of them new: one whose step is compiled where that lies
+    in the cache folder or so many tokens repay it, unless it must be `plain`."""
+    if plain:
+        return PlainScorer(model, reach, chunk)
+    if is_fusible(model) and (
+        is_step_compiled(model) or (is_worth_compiling(model.config, new_tokens) and compiler() is not None)
+    ):
+        return FusedScorer(model, reach)
+    return decoder_for(model, reach, new_tokens) or PlainScorer(model, reach, chunk)

@@ -1,6 +1,7 @@
 """Speculative decoding: the model's own tokens, by fewer calls, for as long as that pays."""
 
 from collections import Counter
+from functools import partial
 from itertools import product
 
 import pytest
@@ -11,9 +12,10 @@ from clockhand.data.tokenizer import Tokenizer
 from clockhand.errors import ClockhandError
 from clockhand.infer import scorer
 from clockhand.infer.decode import Decoder
+from clockhand.infer.fused import FusedRunner
 from clockhand.infer.generate import generate, stream
 from clockhand.infer.sampling import draw_numbers, look_up, next_token_probabilities
-from clockhand.infer.scorer import PlainScorer, scorer_for
+from clockhand.infer.scorer import FusedScorer, PlainScorer, scorer_for
 from clockhand.infer.settings import GREEDY, PLAIN, Sampling
 from clockhand.infer.speculative import ModelDrafter, NgramDrafter, Payoff, Speculation, speculative_pieces
 from clockhand.model.transformer import Transformer
@@ -24,8 +26,6 @@ KINDS = {
     "dynamic rope": dict(rope_scaling="dynamic", rope_factor=4.0, rope_original_max_seq_len=4),
     "sliding window": dict(sliding_window=5),
 }
-
-UNCOMPILED = dict(compile=False, exact=True)
 
 
 def small_model(seed=0, vocab_size=64, **changes):
@@ -81,34 +81,61 @@ def test_greedy_ids_are_those_of_plain_decoding_whether_drafts_are_accepted_or_n
         assert 0 < stats.accepted < stats.drafted
 
 
+def fast_scorer(model, reach, monkeypatch):
+    """What `scorer_for` takes where everything is compiled, but not compiled."""
+    monkeypatch.setattr(scorer, "is_step_compiled", lambda model: True)
+    monkeypatch.setattr(scorer, "FusedRunner", lambda *sizes, compile: FusedRunner(*sizes, compile=False))
+    decoder = partial(Decoder, compile=False, exact=True)
+    monkeypatch.setattr(scorer, "decoder_for", lambda model, reach, new_tokens: decoder(model, reach=reach))
+    return scorer_for(model, reach, new_tokens=2)
+
+
+FAST = {"llama": FusedScorer, "sliding window": FusedScorer, "moe": Decoder, "dynamic rope": Decoder}
+
+
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_decoder_checks_drafts_as_the_plain_model_does(kind, monkeypatch):
+def test_the_fast_scorers_check_drafts_as_the_plain_model_does(kind, monkeypatch):
     model, prompt = small_model(**KINDS[kind]), [3, 1, 4]
-    text = plain(model, prompt, max_new_tokens=40)
-    wrong = range(10, 50, 7)
-    drafters = (Knows(prompt + text, wrong), ModelDrafter(small_model(seed=1, **KINDS[kind]), GREEDY))
-    monkeypatch.setattr(
-        scorer, "decoder_for", lambda model, reach, new_tokens: Decoder(model, reach=reach, **UNCOMPILED)
-    )
-    for drafter in drafters:
+    text = plain(model, prompt, max_new_tokens=90)
+    assert type(fast_scorer(model, 93, monkeypatch)) is FAST[kind]
+    wrong = range(10, 100, 7)
+    for drafter in (Knows(prompt + text, wrong), ModelDrafter(small_model(seed=1, **KINDS[kind]), GREEDY)):
         run = Speculation(
-            model=model, prompt=prompt, drafter=drafter, sampling=GREEDY, max_new_tokens=40, clock=Clock()
+            model=model, prompt=prompt, drafter=drafter, sampling=GREEDY, max_new_tokens=90, clock=Clock()
         )
         assert list(run) == text
         assert run.statistics.rounds > 3
-    assert not isinstance(scorer_for(model, 43, 40, plain=True), Decoder)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_decoder_scores_every_id_as_the_plain_model_does_and_forgets_what_is_cut_off(kind):
+def test_the_fast_scorers_score_every_id_and_forget_what_is_cut_off(kind, monkeypatch):
     model, ids = small_model(**KINDS[kind]), [3, 1, 4, 1, 5, 9, 2, 6]
-    ways = PlainScorer(model, 8), Decoder(model, reach=8, **UNCOMPILED)
+    ways = PlainScorer(model, 8), fast_scorer(model, 8, monkeypatch)
     for way in ways:
         way.extend(ids[:3])
         way.score([7, 7])
         way.truncate(3)
-    torch.testing.assert_close(*(way.score(ids[3:]) for way in ways), rtol=1e-4, atol=1e-4)
+        way.extend(ids[3:4])
+    torch.testing.assert_close(*(way.score(ids[4:]) for way in ways), rtol=1e-4, atol=1e-4)
     assert [way.length for way in ways] == [8, 8]
+
+
+def test_a_plain_speculation_takes_no_fast_scorer(monkeypatch):
+    model = small_model()
+    fast_scorer(model, 8, monkeypatch)
+    assert type(scorer_for(model, 8, new_tokens=5, plain=True)) is PlainScorer
+
+
+@pytest.mark.slow
+def test_compiled_a_draft_is_scored_as_by_the_plain_model(tmp_path, monkeypatch):
+    monkeypatch.setenv("CLOCKHAND_CACHE", str(tmp_path))
+    model, ids = small_model(n_layers=1), list(range(20))
+    ways = PlainScorer(model, 20), FusedScorer(model, 20)
+    for n in (1, 2, 5):
+        for way in ways:
+            way.truncate(0)
+            way.extend(ids[:9])
+        torch.testing.assert_close(*(way.score(ids[9 : 9 + n]) for way in ways), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, Sampling(temperature=0, repetition_penalty=1.3, frequency_penalty=0.5)])
