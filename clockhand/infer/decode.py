@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -23,11 +24,11 @@ from clockhand.allocator import keep_freed_memory, use_large_pages
 from clockhand.count import total_parameters
 from clockhand.errors import ClockhandError
 from clockhand.infer.block import block, dense, embed, hidden_norm
-from clockhand.infer.chunk import ChunkGraphs, is_chunk_compiled, seen_by_block
+from clockhand.infer.chunk import ChunkGraphs, can_be_ordered, is_chunk_compiled, ordered, seen_by_block
 from clockhand.infer.graphs import Run, compiler
 from clockhand.infer.prompt import WithMany, WithManyFused, attend_many, recall, recall_slots, remember_many
 from clockhand.infer.step import SLOTS, UNSEEN, Step, cache_shapes, compiled, is_compiled, is_worth_compiling, remember
-from clockhand.infer.weights import head_of, weights_of
+from clockhand.infer.weights import head_of, kept_for, weights_of
 from clockhand.model.moe import route
 from clockhand.model.packed import check_precision, precision_of, unpack
 from clockhand.model.rope import rotation
@@ -71,7 +72,8 @@ class Decoder:
         kept in bf16; `exact` leaves both in fp32, as the plain model has them.
 
         `compile_prompt`: whether prompts are read by compiled graphs; None: with `compile`, if they are in the cache
-        folder already or the step must be compiled too. Experts are not.
+        folder already or the step must be compiled too. Experts are not. The first long prompt they read makes a second
+        copy of matrices that are not packed.
 
         Raises `ClockhandError` for a precision
         that the model cannot have, and where a step must be compiled and there is no C++ compiler.
@@ -124,7 +126,11 @@ class Decoder:
             example = self._inputs(torch.zeros(1, dtype=torch.int64), 0, 4)
             self._run = compiled(config, precision, self.cache_dtype, example)
         if compile_prompt and not config.is_moe:
-            self._graphs = ChunkGraphs(config, precision, self.read_dtype, self.weights)
+            in_order = None
+            if can_be_ordered(self.weights, self.read_dtype):
+                make = partial(ordered, self.weights)
+                in_order = kept_for(model, f"in order for prompts, {precision}", lambda: cache(make))
+            self._graphs = ChunkGraphs(config, precision, self.read_dtype, self.weights, in_order)
         nothing_new = (known or not compile) and (prompt_known or not compile_prompt)
         seconds = 0.0 if nothing_new else time.perf_counter() - started
         self.info = DecoderInfo(precision, self._bytes_read(), seconds)
@@ -265,7 +271,7 @@ class Decoder:
     # ---- the prompt ----
 
     def _read_chunk(self, ids: Tensor, last: bool) -> Tensor:
-        """One chunk (T,): what leaves the last block, and of the last chunk only its last token, (1, D)."""
+        """One chunk (T,): what leaves the last block, and of the last chunk only its last tokens."""
         config, weights, dtype = self.config, self.weights, self.read_dtype
         begin, end = self.length, self.length + len(ids)
         self._reserve(end)
@@ -291,15 +297,17 @@ class Decoder:
                 remember_many(memory, k, v, self._slots[begin:end], begin)
                 if begin:
                     k, v = recall(memory, end, q.dtype)
-            return attend_many(q, k, v, window) if graphs is None or len(q) == 1 else graphs.attend(q, k, v, seen)
+            return attend_many(q, k, v, window) if graphs is None else graphs.attend(q, k, v, seen)
 
         for layer in range(config.n_layers):
-            if last and layer == config.n_layers - 1:  # what else would come out, nobody reads
-                x = block(config, weights, layer, x, turned, self._products, attend, mixture, only_last=True)
-            elif graphs is None:
-                x = block(config, weights, layer, x, turned, self._products, attend, mixture)
-            else:
-                x = graphs.after(layer, x, attend(*graphs.before(layer, x, turned or ())))
+            only_last = last and layer == config.n_layers - 1  # what else would come out, nobody reads
+            if graphs is None:
+                x = block(config, weights, layer, x, turned, self._products, attend, mixture, only_last)
+                continue
+            q, k, v = graphs.before(layer, x, turned or ())
+            if only_last:  # and the one before, as the graphs are for two and more
+                q, x, seen = q[-2:], x[-2:], [seen[-1][-2:]]
+            x = graphs.after(layer, x, attend(q, k, v))
         self.length = end
         self._written = max(self._written, end)
         self._see_all()

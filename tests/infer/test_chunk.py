@@ -9,6 +9,7 @@ from clockhand.config import ModelConfig
 from clockhand.infer import chunk, decode, graphs, prompt
 from clockhand.infer.decode import Decoder
 from clockhand.infer.quantize import rounded
+from clockhand.infer.weights import keep_weights
 from clockhand.model.cache import KVCache
 from clockhand.model.packed import PRECISIONS
 from clockhand.model.transformer import Transformer
@@ -80,13 +81,36 @@ def test_a_block_of_queries_under_a_window_reads_no_key_before_it():
     assert chunk.seen_by_block(2, 4, 2)[0].tolist() == [[0, 0, -math.inf], [-math.inf, 0, 0]]
 
 
+def test_below_fp32_shares_of_attention_are_as_near_as_bf16_can_tell_and_what_is_unseen_has_none():
+    x = torch.linspace(-20, 0, 10_001)
+    near = chunk.exponential(x, torch.bfloat16)
+    torch.testing.assert_close(near, x.exp(), rtol=0, atol=2**-14)  # bf16 has 8 digits below the largest share, 1
+    assert near.diff().min() >= 0, "the larger the score, the larger the share"
+    assert near[-1] == 1
+    assert chunk.exponential(torch.tensor([-100.0, -1000.0, -math.inf]), torch.bfloat16).tolist() == [0, 0, 0]
+
+
+def test_decoders_of_a_model_whose_weights_are_kept_share_them_in_order_too(monkeypatch):
+    monkeypatch.setattr(chunk, "load_or_compile", lambda *ignored: None)
+    given, model = [], make_model()
+    monkeypatch.setattr(decode, "can_be_ordered", lambda *ignored: True)
+    monkeypatch.setattr(decode, "ordered", lambda weights: given.append(weights) or weights)
+    keep_weights(model)
+    decoders = [Decoder(model, compile=False, compile_prompt=True) for _ in range(2)]
+    assert not given, "made when the first long chunk comes"
+    first, second = (decoder._graphs._in_order() for decoder in decoders)
+    assert first is second
+    assert len(given) == 1
+
+
 @needs_compiler
 def test_a_prompt_of_any_length_is_read_by_three_graphs_that_are_compiled_once(monkeypatch, tmp_path):
     monkeypatch.setenv("CLOCKHAND_CACHE", str(tmp_path))
     monkeypatch.setattr(decode, "CHUNK", 50)
     monkeypatch.setattr(prompt, "QUERIES", 20)
     monkeypatch.setattr(chunk, "QUERIES", 20)
-    model = make_model(n_layers=3)  # of which the last is read as it is written
+    monkeypatch.setattr(chunk, "LONG", 50)
+    model = make_model(n_layers=3)  # of which the last is read for two tokens only
     ids = ids_of()
     decoder = exact_decoder(model, "fp32", compile=False, compile_prompt=True)
     assert decoder.info.compile_seconds > 0
@@ -96,11 +120,11 @@ def test_a_prompt_of_any_length_is_read_by_three_graphs_that_are_compiled_once(m
         raise AssertionError("compiled again")
 
     monkeypatch.setattr(graphs, "compile_into", never)
-    monkeypatch.setattr(
-        decode, "attend_many", lambda q, *rest: prompt.attend_many(q, *rest) if len(q) == 1 else never()
-    )
+    monkeypatch.setattr(decode, "attend_many", never)
     plain = plain_logits(model, ids)
+    can_be_ordered = decode.can_be_ordered(decoder.weights, torch.float32)
     for length in (2, 3, 49, 52, 99, 135):
+        assert (decoder._graphs._in_order is None) == (length > 52 or not can_be_ordered), "in order once one is long"
         decoder.truncate(0)
         torch.testing.assert_close(decoder.read(ids[:length]), plain[length - 1], **EXACT)
     second = exact_decoder(model, "fp32", compile=False, compile_prompt=True)
@@ -113,6 +137,7 @@ def test_a_prompt_of_any_length_is_read_by_three_graphs_that_are_compiled_once(m
 def test_a_prompt_through_compiled_graphs_equals_the_plain_model_for_every_kind(kind, monkeypatch, tmp_path):
     monkeypatch.setenv("CLOCKHAND_CACHE", str(tmp_path))
     monkeypatch.setattr(decode, "CHUNK", 50)
+    monkeypatch.setattr(chunk, "LONG", 50)
     model = make_model(**KINDS[kind])
     ids = ids_of()
     for precision in PRECISIONS if kind == "llama" else ["fp32"]:
@@ -127,6 +152,7 @@ def test_a_prompt_through_compiled_graphs_equals_the_plain_model_for_every_kind(
 @needs_compiler
 def test_a_prompt_in_bf16_through_compiled_graphs_stays_as_close_as_one_read_as_written(monkeypatch, tmp_path):
     monkeypatch.setenv("CLOCKHAND_CACHE", str(tmp_path))
+    monkeypatch.setattr(chunk, "LONG", 100)
     model = make_model()
     ids = ids_of()
     plain = plain_logits(rounded(model, "bf16"), ids)[-1]
