@@ -185,6 +185,7 @@ def tokenizer_train(
     from clockhand.data.tokenizer import Tokenizer
 
     refuse_own_files(sources, "source ")
+    refuse_idle_field(text_field, sources)
     refuse_occupied(out)
     report = Report()
     documents = read_documents(sources, text_field or "text", report)
@@ -247,6 +248,7 @@ def data_prepare(
     from clockhand.data.shards import CorpusSettings, prepare, show
 
     refuse_own_files(sources, "source ")
+    refuse_idle_field(text_field, sources)
     typed = corpus_flags(tokenizer, kind, vocab_size, text_field, val_fraction)
     settings = CorpusSettings(sources=tuple(sources), seed=seed, **typed)
     with corpus_progress() as progress:
@@ -370,6 +372,8 @@ def train(
     config = TrainConfig(**fields)
     changes = parse_settings(ModelConfig, settings or [])
     refuse_own_files(data, "--data ")
+    refuse_idle_field(text_field, data)
+    budget = None if fit_memory is None else memory_budget(fit_memory)
     first = model_config_for(preset, changes)  # a mistake in the model is told before any text is read
     if config.device == "cpu" or not torch.cuda.is_available():
         refuse_beyond_memory(first)
@@ -402,8 +406,7 @@ def train(
     with joined(config) as ranks:
         corpus = Corpus.open(ranks.once(corpus_folder))
         model_config = model_config_for(preset, changes, corpus.tokenizer)
-        if fit_memory is not None:
-            budget = memory_budget(fit_memory)
+        if budget is not None:
             config = TrainConfig(**ranks.once(lambda: fitted(config, model_config, out, ranks.mode, budget)))
         result = run(model_config, config, corpus, out, reporter, ranks, resume, timed=True)
     if not ranks.leads:
@@ -455,9 +458,10 @@ def plan(
     if config.device == "cuda" or config.parallel in ("ddp", "fsdp"):
         flag = "device = 'cuda'" if config.device == "cuda" else f"parallel = {config.parallel!r}"
         raise ClockhandError(f"{flag} has no forecast: plan tells what one process on the CPU will need")
+    budget = None if fit_memory is None else memory_budget(fit_memory)
     config = settle(config, model_config, torch.device("cpu"), note=say)  # first: what fits depends on the precision
-    if fit_memory is not None:
-        config = fit_micro_batch(model_config, config, memory_budget(fit_memory))
+    if budget is not None:
+        config = fit_micro_batch(model_config, config, budget)
     say("measuring: some steps of one block and of three, on random ids" + ", compiled" * (config.compile == "on"))
     found = plan_json(model_config, config, measure_speed(model_config, config))
     if as_json:
@@ -698,6 +702,7 @@ def evaluate(
     if rope_scaling is not None and not against_length:
         raise ClockhandError(f"--rope-scaling {rope_scaling} has no effect without --against-length")
     refuse_own_files([data], "--data ")
+    refuse_idle_field(text_field, [data])
     if against is not None and against_length:
         raise ClockhandError(f"--against {against} has no effect with --against-length")
     network, tokenizer, _ = load(model, precision)
@@ -1142,6 +1147,19 @@ def refuse_own_files(sources: list[str], flag: str) -> None:
         if is_run_folder(folder) or is_model_folder(folder):
             hint = f"; its corpus is {folder / 'corpus'}" if (folder / "corpus").is_dir() else ""
             raise ClockhandError(f"{flag}'{folder}' is a model or a run, not text{hint}")
+
+
+def refuse_idle_field(text_field: str | None, sources: list[str]) -> None:
+    """A text file is read whole: --text-field says nothing where there are no others. Of a corpus others tell that."""
+    from clockhand.data.corpora import find_files
+    from clockhand.data.shards import is_corpus
+
+    if text_field is None or any(is_corpus(source) for source in sources):
+        return
+    if all(file.format == "text" for file in find_files(sources)):
+        raise ClockhandError(
+            f"--text-field {text_field} has no effect: no .jsonl, .csv or .parquet in {', '.join(sources)}"
+        )
 
 
 def tokenizer_folder(name: str) -> Path:

@@ -256,6 +256,13 @@ def test_what_a_plan_cannot_tell_is_refused(run, flags):
     assert_refused(run("plan", "tiny", *flags), flags[1])
 
 
+def test_a_budget_that_is_none_is_told_before_anything_is_read_or_measured(run, notes, tmp_path, monkeypatch):
+    monkeypatch.setattr("clockhand.train.settle.settle", lambda *given, **named: pytest.fail("it measures"))
+    assert_refused(run("plan", "tiny", "--fit-memory", -1), "--fit-memory -1")
+    assert_refused(run("train", "--data", notes, "--out", tmp_path / "run", "--fit-memory", 0), "--fit-memory 0")
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_plan_takes_no_setting_that_would_not_change_it(run):
     for flag in ("--learning-rate", "--seed", "--keep-last", "--sample-prompt"):
         code, _, err = run("plan", "tiny", flag, 1)
@@ -514,6 +521,16 @@ class TestRefusals:
 
     def test_seed_beyond_what_torch_takes(self, run, notes):
         assert_refused(run("train", "--data", notes, *SMALL, "--seed", 2**64), f"seed = {2**64}")
+
+    def test_a_text_field_where_no_file_has_fields(self, run, trained, notes, tmp_path):
+        field, why = ("--text-field", "body"), "--text-field body has no effect"
+        assert_refused(run("train", "--data", notes, "--out", tmp_path / "run", *SMALL, *field), why)
+        assert_refused(run("eval", trained, "--data", notes, *field), why)
+        assert_refused(run("data", "prepare", notes, "--out", tmp_path / "corpus", *field), why)
+        assert_refused(run("tokenizer", "train", notes / "1.txt", "--out", tmp_path / "words", *field), why)
+        (tmp_path / "rows.jsonl").write_text('{"body": "Some text."}\n')
+        both = ("tokenizer", "train", notes, tmp_path / "rows.jsonl", "--out", tmp_path / "words")
+        assert run(*both, "--kind", "byte", *field)[0] == 0
 
     def test_evaluation_on_no_windows(self, run, trained):
         assert_refused(run("eval", trained, "--data", trained / "corpus", "--windows", 0), "--windows 0")

@@ -179,9 +179,9 @@ def _loss(loss: float | None) -> str:
 def summary(run: Run) -> str:
     """The last word of a run that ended well: what it took, and where it was best."""
     speed = f", {run.tokens / run.seconds:,.0f} tokens a second" if run.seconds else ""
-    text = f"{run.step:,} steps, {run.tokens:,} tokens in {duration(run.seconds)}{speed}"
+    text = f"{run.step:,} step{'s' * (run.step != 1)}, {run.tokens:,} tokens in {duration(run.seconds)}{speed}"
     if run.skipped:
-        text += f"; {run.skipped} steps not applied"
+        text += f"; {run.skipped} step{'s' * (run.skipped != 1)} not applied"
     if run.best_val_loss is not None and run.best_step != run.step:
         kept = f" ({Path(run.folder) / 'best'})" if (Path(run.folder) / "best").is_dir() else ""
         text += f"\nbest validation loss {run.best_val_loss:.4f} at step {run.best_step:,}{kept}"

@@ -111,7 +111,7 @@ def test_the_last_word_names_the_best_step_when_it_was_not_the_last(tmp_path):
     (tmp_path / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     text = summary(read_run(tmp_path))
     assert text == (
-        "3 steps, 300 tokens in 2 min 30 s, 2 tokens a second; 1 steps not applied\n"
+        "3 steps, 300 tokens in 2 min 30 s, 2 tokens a second; 1 step not applied\n"
         "best validation loss 2.0000 at step 1"
     )
     assert [duration(each) for each in (0.4, 59.6, 3661)] == ["0 s", "1 min 00 s", "1 h 01 min"]
