@@ -97,8 +97,11 @@ def requests(draw):
 # ── equality with the plain way ────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("make_runner", [ReferenceRunner, best_runner])
-@pytest.mark.parametrize("kind", ARCHITECTURES)
+FUSED = ["llama", "learned positions", "sliding window"]  # of the others the best runner is the plain one
+RUNS = [*((kind, best_runner) for kind in ARCHITECTURES), *((kind, ReferenceRunner) for kind in FUSED)]
+
+
+@pytest.mark.parametrize(("kind", "make_runner"), RUNS)
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_a_request_s_tokens_are_those_it_gets_alone_whatever_joins_or_leaves(kind, make_runner, data):
