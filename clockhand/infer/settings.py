@@ -4,7 +4,7 @@ What the numbers do is in `sampling.py`.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from clockhand.config import check_types, require
@@ -61,6 +61,12 @@ class Sampling:
         on = (self.temperature == 0, self.temperature != 1, self.top_k > 0, self.top_p != 1, self.min_p > 0)
         penalties = (self.repetition_penalty != 1, self.presence_penalty != 0, self.frequency_penalty != 0)
         return (*on, self.typical_p != 1, *penalties, self.logit_bias)
+
+    @cached_property
+    def before_temperature(self) -> "Sampling":
+        """The stages up to it. From there on they keep the best, whatever else they take out."""
+        before = replace(self, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, typical_p=1.0)
+        return PLAIN if before == PLAIN else before
 
 
 def _pairs(bias: dict | tuple) -> tuple[tuple[int, float], ...]:
