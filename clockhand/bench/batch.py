@@ -14,7 +14,7 @@ from clockhand.model.transformer import Transformer
 STREAMS = 32
 
 
-def run(preset: str, peers: list[str], rounds: int = 3, new_tokens: int = 24) -> Report:
+def run(preset: str, peers: list[str], rounds: int = 7, new_tokens: int = 24) -> Report:
     with contest(preset) as work:
         contestants: dict[str, Callable[[], float]] = {}
         walls, bounds = limits(), {}

@@ -267,13 +267,12 @@ class FusedRunner(ReferenceRunner):
     def _step(self, rows: Sequence[Row]) -> Tensor:
         if len(rows) == 1:  # the graph is for two and more
             return self._step([*rows, *rows])[:1]
-        slots = torch.tensor([row.slot for row in rows])
-        return self._run(torch.tensor([row.ids[0] for row in rows]), slots, *self._cache.append(slots))
+        ids, slots = torch.tensor([[row.ids[0] for row in rows], [row.slot for row in rows]])
+        return self._run(ids, slots, *self._cache.append(slots))
 
     def _run(self, ids: Tensor, slots: Tensor, positions: Tensor, places: Tensor, seen: Tensor) -> Tensor:
         """A step of rows (n,) that see `seen` (n, S) bool of the places in their slots: (n, V) fp32."""
-        bias = torch.zeros(seen.shape).masked_fill_(~seen, -math.inf)
-        now = [bias, ids, slots, places]
+        now = [torch.where(seen, 0.0, -math.inf), ids, slots, places]
         turned = [each[positions] for each in self._turned]
         learned = [each[positions] for each in self._learned]
         if self._graph is not None:

@@ -118,7 +118,7 @@ def best(
 
 def _check_finite(highest: Tensor) -> None:
     """`highest` are the largest logits of rows: of one with NaN, NaN."""
-    if not highest.isfinite().all():
+    if not all(map(math.isfinite, highest.tolist())):
         raise ClockhandError(
             "the model's logits hold NaN or infinity, and no token can be drawn: its weights are broken"
         )

@@ -278,7 +278,8 @@ class KVCache:
         new_places = held[rows, old_places] % capacity
         for tensors in (self._store.keys, self._store.values):
             for layer, old in enumerate(tensors):
-                # Zeros, not garbage: a masked key is multiplied by weight 0, and 0 · NaN is NaN.
-                grown = old.new_zeros(old.shape[0], capacity, *old.shape[2:])
+                # Zeros, not garbage: a masked key is multiplied by weight 0, and 0 · NaN is NaN. Written now, or each
+                # page would be fetched by the token that first goes there.
+                grown = old.new_empty(old.shape[0], capacity, *old.shape[2:]).zero_()
                 grown[rows, new_places] = old[rows, old_places]
                 tensors[layer] = grown
