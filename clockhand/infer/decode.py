@@ -256,14 +256,13 @@ class Decoder:
         if self._ring:
             blocks = min(blocks, self._ring // SLOTS)
         for tensors, shape in zip((self._keys, self._values), cache_shapes(config, blocks)):
-            old = list(tensors)
-            tensors.clear()
-            for layer in range(config.n_layers):
-                grown = torch.zeros(shape, dtype=self.cache_dtype)
-                use_large_pages(grown, now=False)  # it is not written yet, nor perhaps ever
-                if old:
-                    grown[:held] = old[layer]
-                tensors.append(grown)
+            # All layers in one piece: of one alone much would lie beside the borders of the large pages.
+            grown = torch.empty(config.n_layers, *shape, dtype=self.cache_dtype)
+            use_large_pages(grown, now=False)  # asked before anything is written: pages come with the first number
+            grown.zero_()
+            for new, old in zip(grown, tensors):
+                new[:held] = old
+            tensors[:] = grown.unbind()
         seen = torch.full((blocks, SLOTS), UNSEEN)
         seen[:held] = self._seen
         self._seen, self._views = seen, []

@@ -1,5 +1,8 @@
 """The fast way for one text: for every kind of model, in every precision, the same numbers as the plain model."""
 
+import mmap
+from pathlib import Path
+
 import pytest
 import torch
 from torch._dynamo.utils import counters
@@ -321,3 +324,23 @@ def test_compiling_is_repaid_by_long_requests_only():
     assert not step.is_worth_compiling(mini, 143_706_112, 2_000)
     assert step.is_worth_compiling(mini, 143_706_112, 2_000, "int8")
     assert step.is_worth_compiling(mini, 143_706_112, 10_000)
+
+
+STATM = Path("/proc/self/statm")
+
+
+@pytest.mark.skipif(not STATM.is_file(), reason="needs Linux to tell what memory is in use")
+def test_large_pages_are_asked_for_before_anything_is_written_into_a_longer_cache(monkeypatch):
+    def in_use():  # bytes; the kernel gives a page when it is first written
+        return int(STATM.read_text().split()[1]) * mmap.PAGESIZE
+
+    decoder = Decoder(make_model(n_kv_heads=4, max_seq_len=2**18), compile=False)
+    asked = []
+    monkeypatch.setattr(decode, "use_large_pages", lambda piece, now: asked.append((piece.nbytes, in_use())))
+    before = in_use()
+    decoder._reserve(2**18)
+    (keys, then), (values, _) = asked
+    assert keys > 2**25, "what is smaller may lie where something else has lain"
+    assert then - before < keys / 10
+    assert in_use() - before > 0.9 * (keys + values)  # the control
+    assert sum(each.nbytes for each in decoder._keys) == keys, "all layers in one piece"
