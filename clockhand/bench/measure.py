@@ -203,5 +203,5 @@ def wanted_peers(wanted: str | None) -> list[str]:
         if name not in PEERS:
             raise unknown_name("peer", name, PEERS, "--peer")
         if name not in installed:
-            raise ClockhandError(f"--peer {name} is not installed: pip install -e '.[peers]'")
+            raise ClockhandError(f"--peer {name} is not installed: pip install 'clockhand[peers]'")
     return names

@@ -196,7 +196,8 @@ def open_bad_step(file: Path) -> tuple[dict[str, Any], Transformer, list[Batch]]
         if not _is_whole(record, model, batches):
             raise ValueError
     except OSError as error:
-        raise ClockhandError(f"cannot read '{file}': {error.strerror or error}") from None
+        reason = error.strerror or ("no such file" if not file.exists() else error)  # safetensors' own has the path too
+        raise ClockhandError(f"cannot read '{file}': {reason}") from None
     except (SafetensorError, LookupError, ValueError, TypeError, AttributeError, RuntimeError):
         raise ClockhandError(f"'{file}' is no bad step: give a file of a run folder's {FOLDER}/") from None
     return record, model, batches

@@ -47,7 +47,7 @@ class Kill:
 
     def __str__(self) -> str:
         what = " while writing to the disk" if self.writing else ""
-        return f"after step {self.logged}{what}, back to {self.kept}" if self.logged >= 0 else "before the first step"
+        return f"after step {self.logged}{what}, on again from {self.kept}" if self.logged >= 0 else "before the first step"
 
 
 @dataclass
