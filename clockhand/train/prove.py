@@ -46,8 +46,10 @@ class Kill:
     """Whether something half-written was lying there."""
 
     def __str__(self) -> str:
+        if self.logged < 0:
+            return "before the first step"
         what = " while writing to the disk" if self.writing else ""
-        return f"after step {self.logged}{what}, on again from {self.kept}" if self.logged >= 0 else "before the first step"
+        return f"after step {self.logged}{what}, on again from {self.kept}"
 
 
 @dataclass
