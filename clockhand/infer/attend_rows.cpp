@@ -30,9 +30,9 @@ static inline void store(char* to, __mmask16 those, __m512 x) {
         _mm512_mask_storeu_ps(to, those, x);
 }
 
-// exp(x) for x ≤ 0, to 2 units of the last bit: 2^n · e^r with |r| ≤ ln 2 / 2, and for e^r its series.
+// exp(x) for x ≤ 0, to 2 units of the last bit: 2^n · e^r with |r| ≤ ln 2 / 2, and for e^r its series. NaN stays NaN.
 static inline __m512 exponential(__m512 x) {
-    x = _mm512_max_ps(x, _mm512_set1_ps(-126.f));
+    x = _mm512_max_ps(_mm512_set1_ps(-126.f), x);  // of a number and NaN the second is taken
     const __m512 n = _mm512_roundscale_ps(x * 1.44269504f, 0);
     const __m512 r = x - n * 0.693359375f + n * 2.12194440e-4f;  // ln 2 in two parts
     __m512 sum = _mm512_set1_ps(1 / 5040.f);

@@ -8,9 +8,11 @@ compiled graph calls it without Python.
 """
 
 import ctypes
+import hashlib
 import inspect
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -35,18 +37,50 @@ def native() -> ctypes.CDLL | None:
         return None
     files = [Path(__file__).with_name(name) for name in FILES]
     library = cache_folder() / f"native-{key_of([file.read_text() for file in files])}.so"
-    if not library.is_file():
-        if (program := compiler()) is None:
+    with _ONE_AT_A_TIME:
+        if not _is_whole(library) and not _compile(files, library):
             return None
-        own = Path(torch.__file__).parent
-        how = ["-O3", "-march=native", "-fopenmp", "-shared", "-fPIC", f"-I{own / 'include'}"]
-        try:
-            with new_file(library) as unfinished:
-                command = [program, *how, *map(str, files), f"-L{own / 'lib'}", "-ltorch_cpu", "-o", str(unfinished)]
-                subprocess.run(command, capture_output=True, check=True)
-        except (ClockhandError, OSError, subprocess.CalledProcessError):  # an old compiler, or nowhere to write
-            return None
-    return ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)  # so that the graphs find it
+    try:
+        return ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)  # so that the graphs find it
+    except OSError:  # in a folder from which nothing may be run
+        return None
+
+
+_ONE_AT_A_TIME = threading.Lock()
+"""Two threads would write the same file."""
+
+
+def _is_whole(library: Path) -> bool:
+    """Whether it ends with the digest that `_compile` gave it. Loading a damaged one would kill the process."""
+    try:
+        content = library.read_bytes()
+    except OSError:
+        return False
+    return content[-DIGEST:] == _digest(content[:-DIGEST])
+
+
+def _digest(content: bytes) -> bytes:
+    return hashlib.sha256(content).digest()
+
+
+DIGEST = 32
+"""Bytes at the end of a library, which whoever loads it does not look at."""
+
+
+def _compile(files: list[Path], library: Path) -> bool:
+    """Whether it could: not without a compiler, with an old one, or with nowhere to write."""
+    if (program := compiler()) is None:
+        return False
+    own = Path(torch.__file__).parent
+    how = ["-O3", "-march=native", "-fopenmp", "-shared", "-fPIC", f"-I{own / 'include'}"]
+    try:
+        with new_file(library) as unfinished:
+            command = [program, *how, *map(str, files), f"-L{own / 'lib'}", "-ltorch_cpu", "-o", str(unfinished)]
+            subprocess.run(command, capture_output=True, check=True)
+            unfinished.write_bytes((content := unfinished.read_bytes()) + _digest(content))
+    except (ClockhandError, OSError, subprocess.CalledProcessError):
+        return False
+    return True
 
 
 def call(name: str, tensors: list[Tensor], sizes: list[int], bf16: bool) -> None:

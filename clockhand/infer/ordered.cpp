@@ -61,6 +61,7 @@ static void along(const uint32_t* x, const char* panel, char* y, int64_t outputs
 
 template <bool pairs>
 static void product(const uint32_t* x, const char* w, char* y, int64_t rows, int64_t N, int64_t K) {
+    if (rows == 0) return;  // no turns, among which to divide a panel
     static decltype(&along<pairs, 1>) const by_rows[] = {along<pairs, 1>, along<pairs, 2>, along<pairs, 3>,
                                                          along<pairs, 4>, along<pairs, 5>, along<pairs, 6>,
                                                          along<pairs, 7>, along<pairs, 8>};

@@ -80,6 +80,20 @@ def test_scores_far_apart_neither_overflow_nor_leave_nothing(way):
     )
 
 
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("broken", [math.nan, math.inf])
+def test_a_key_that_is_no_number_reaches_its_own_row_and_no_other(way, broken):
+    """In C++ it counted as a key that is far away: broken weights went on writing, where the plain model refuses."""
+    q, keys, values, slots, seen = inputs([40, 40], 40)
+    expected = way(q, keys, values, slots, seen)
+    for place in (0, 20, 39):
+        damaged = keys.clone()
+        damaged[slots[0], place] = broken
+        attended = way(q, damaged, values, slots, seen)
+        assert attended[0].isnan().any()
+        assert torch.equal(attended[1], expected[1])
+
+
 def test_a_row_has_the_same_bits_beside_any_others():
     q, keys, values, slots, seen = inputs([7, 40, 21], 40)
     way = fastest_attend(torch.float32)

@@ -1,10 +1,14 @@
 """C++ functions are compiled once, and where they cannot be had nothing breaks."""
 
+import time
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
 from clockhand.infer import native as module
 from clockhand.infer.attend_rows import _operator as attend_operator
+from clockhand.infer.graphs import cache_folder
 from clockhand.infer.native import CALLS, native
 from clockhand.infer.ordered import ordered_product
 
@@ -46,3 +50,50 @@ def test_operators_are_well_formed_and_each_has_its_c_function():
     for (declaration,) in CALLS.values():
         name = declaration.split()[1].split("(")[0]
         assert getattr(native(), name)
+
+
+@needs_native
+def test_a_damaged_library_is_made_again(monkeypatch, tmp_path):
+    """It was loaded as it was: cut short it killed the process at once, with a hole when a function was called."""
+    (whole,) = cache_folder().glob("native-*.so")
+    monkeypatch.setenv("CLOCKHAND_CACHE", str(tmp_path))
+    library, content = tmp_path / whole.name, whole.read_bytes()
+    made = []
+    monkeypatch.setattr(module, "_compile", lambda files, to: made.append(to) or bool(to.write_bytes(content)))
+    for damaged in (b"", b"junk", content[: len(content) // 3], content[:9000] + bytes(2000) + content[11000:]):
+        library.unlink(missing_ok=True)  # one that is loaded must not change
+        library.write_bytes(damaged)
+        assert native.__wrapped__() is not None
+        assert made == [library]
+        assert library.read_bytes() == content
+        made.clear()
+    assert native.__wrapped__() is not None  # control
+    assert made == []
+
+
+@needs_native
+def test_where_a_library_cannot_be_loaded_there_is_none(monkeypatch):
+    def refuse(*ignored, **too):
+        raise OSError("failed to map segment from shared object")  # the folder is mounted with noexec
+
+    monkeypatch.setattr(module.ctypes, "CDLL", refuse)
+    assert native.__wrapped__() is None
+
+
+@needs_native
+def test_threads_that_want_it_at_the_same_time_compile_it_once(monkeypatch, tmp_path):
+    """They wrote the same unfinished file, and who came second went on without."""
+    (whole,) = cache_folder().glob("native-*.so")
+    content, made = whole.read_bytes(), []
+    monkeypatch.setenv("CLOCKHAND_CACHE", str(tmp_path))
+
+    def compile(files, library):
+        made.append(library)
+        time.sleep(0.05)  # for the others to come
+        return bool(library.write_bytes(content))
+
+    monkeypatch.setattr(module, "_compile", compile)
+    with ThreadPoolExecutor(4) as pool:
+        libraries = list(pool.map(lambda _: native.__wrapped__(), range(4)))
+    assert None not in libraries
+    assert made == [tmp_path / whole.name]

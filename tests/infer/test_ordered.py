@@ -28,7 +28,7 @@ def test_whatever_the_order_and_the_sizes_the_product_is_the_same(outputs, width
     matrices = torch.randn(3, outputs, width).to(dtype)
     for order in orders(dtype):
         in_order = order.sort(matrices)
-        for rows in (2, 3, 7, 8, 9, 16, 29, 70):
+        for rows in (0, 2, 3, 7, 8, 9, 16, 29, 70):
             x = torch.randn(rows, width).to(dtype)
             for matrix, here in zip(matrices, in_order):
                 # Sums of up to 48 products of about 1, in another order; bf16 is rounded at the end, to 8 bits.
