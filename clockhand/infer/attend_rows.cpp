@@ -132,7 +132,7 @@ static void attend(const char* q, const char* keys, const char* values, const in
 #pragma omp parallel
     {
         std::vector<float> scores(TOGETHER * (sizes.places + LANES));
-#pragma omp for collapse(2) schedule(static)
+#pragma omp for collapse(2) schedule(dynamic)  // rows are of unlike lengths
         for (int64_t r = 0; r < rows; r++)
             for (int64_t k = 0; k < sizes.kv_heads; k++) {
                 int64_t places = sizes.places;

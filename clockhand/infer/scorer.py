@@ -82,15 +82,19 @@ class FusedScorer:
 
     def __init__(self, model: Transformer, reach: int) -> None:
         """Raises `ClockhandError` as `FusedRunner` does where its step has to be compiled."""
-        # The second slot stays empty, of memory too: a step is compiled for two and more.
         self._runner = FusedRunner(model, 2, reach, min(CHUNK, reach), compile=True)
-        self._text = self._runner.text(0)
+        self._text, self._beside = self._runner.text(0), self._runner.text(1)
 
     @property
     def length(self) -> int:
         return int(self._text.lengths)
 
     def extend(self, ids: Sequence[int]) -> Tensor:
+        if len(ids) == 1:
+            # The step is for two rows and more. The other one begins a text, so that it looks at nothing but itself.
+            logits = self._runner.run([Row(0, list(ids), self.length), Row(1, list(ids), 0)])
+            self._beside.truncate(0)
+            return logits[0]
         logits = torch.empty(0)
         for start in range(0, len(ids), CHUNK):
             logits = self._runner.run([Row(0, list(ids[start : start + CHUNK]), self.length)])
