@@ -428,7 +428,7 @@ FORECAST_FIELDS = {
     *("steps", "batch_size", "accumulate", "seq_len", "dtype", "compile", "checkpoint_activations", "optimizer"),
     *("eval_every", "eval_windows", "device", "parallel"),
 }
-"""Those that memory and time depend on, and two of which a forecast knows only one value."""
+"""Those that memory and time depend on; and `device` and `parallel`, so that values without a forecast are refused."""
 
 
 @app.command("plan")

@@ -1,4 +1,5 @@
-"""Speed beside the peers that are installed: one file for each kind of work, the shared means in `measure.py`."""
+"""Speed beside the peers that are installed: one file for each kind of work, and the means they share in `measure`,
+`contest` and `peers`."""
 
 WORKS = {
     "decode": "one text, token after token (1 minute; 3 the first time)",
@@ -9,4 +10,4 @@ WORKS = {
     "train": "training steps of 8 × 512 tokens (3 minutes)",
     "experts": "the same with experts and without (4 minutes)",
 }
-"""What each measures, and about how long that takes. The other files, `contest` and `peers`, are what they share."""
+"""What each measures, and about how long that takes. What they share is in the other files."""

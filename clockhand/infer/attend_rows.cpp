@@ -3,7 +3,7 @@
 //     q (n, H, Dh), keys and values (slots, capacity, K, Dh) in fp32 or bf16; seen (n, S) fp32: 0, or -inf
 //     out[r, h] = Σₛ softmax(q[r, h] · keys[slots[r], s] / √Dh + seen[r, s]) · values[slots[r], s]
 //
-// A thread takes a row and a kv head, with up to 8 of its query heads at a time, so that each key and value is read and
+// A thread takes a row and a kv head, with up to 4 of its query heads at a time, so that each key and value is read and
 // widened to fp32 once for all of them. What lies beyond the last place that a row sees is not read.
 
 #include <immintrin.h>
@@ -13,7 +13,7 @@
 #include <vector>
 
 static const int64_t TOGETHER = 4, LANES = 16, VECTORS = 4, WIDTH = VECTORS * LANES, LINE = 64;
-static const int64_t AHEAD = 8;  // places
+static const int64_t AHEAD = 8;  // places: so far ahead keys are fetched
 
 template <bool bf16>
 static inline __m512 load(const char* from, __mmask16 those) {

@@ -27,11 +27,9 @@ from clockhand.infer.block import IN_EVERY_GRAPH, Products, after_attending, bef
 from clockhand.infer.graphs import graph_file, load_or_compile, sources
 from clockhand.infer.ordered import OneDNN
 from clockhand.infer.prompt import QUERIES, WithMany, WithManyFused
-from clockhand.infer.weights import Weights
+from clockhand.infer.weights import MATRICES, Weights
 from clockhand.model.packed import GROUP
 
-MATRICES = ("qkv", "o", "gate", "up", "down")
-"""Of a layer."""
 LONG = 256
 """Tokens of a chunk from which on the order counts: made once, it is repaid by some five chunks (LOG.md)."""
 
@@ -171,10 +169,10 @@ def _layers(config: ModelConfig, weights: Weights) -> list[Layer]:
     ]
 
 
-def seen_by_block(tokens: int, places: int, window: int) -> list[Tensor]:
-    """For each block of the last `tokens` of `places` positions, what it sees of those up to its end: (t, S) fp32."""
+def seen_by_block(tokens: int, length: int, window: int) -> list[Tensor]:
+    """For each block of the last `tokens` of `length` positions, what it sees of those up to its end: (t, S) fp32."""
     masks = []
-    for here in torch.arange(places - tokens, places).tensor_split(-(-tokens // QUERIES)):  # none of them of one alone
+    for here in torch.arange(length - tokens, length).tensor_split(-(-tokens // QUERIES)):  # none of them of one alone
         first, end = int(here[0]), int(here[-1]) + 1
         behind = here[:, None] - torch.arange(max(0, first - window + 1) if window else 0, end)  # (t, S)
         unseen = (behind < 0) | (behind >= window) if window else behind < 0

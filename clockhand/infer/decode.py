@@ -26,16 +26,16 @@ from clockhand.errors import ClockhandError
 from clockhand.infer.block import block, dense, embed, hidden_norm
 from clockhand.infer.chunk import ChunkGraphs, can_be_ordered, is_chunk_compiled, ordered, seen_by_block
 from clockhand.infer.graphs import Run, compiler
-from clockhand.infer.prompt import WithMany, WithManyFused, attend_many, recall, recall_slots, remember_many
-from clockhand.infer.step import SLOTS, UNSEEN, Step, cache_shapes, compiled, is_compiled, is_worth_compiling, remember
+from clockhand.infer.prompt import WithMany, WithManyFused, attend_many, recall, recall_places, remember_many
+from clockhand.infer.reach import check_ids, checked_reach
+from clockhand.infer.step import PLACES, UNSEEN, Step, cache_shapes, compiled, is_compiled, is_worth_compiling, remember
 from clockhand.infer.weights import head_of, kept_for, weights_of
+from clockhand.model.cache import SLACK
 from clockhand.model.moe import route
 from clockhand.model.packed import check_precision, precision_of, unpack
 from clockhand.model.rope import rotation
 from clockhand.model.transformer import Transformer
 
-SPARE = 64
-"""Slots that the ring of a sliding window has beyond it: so many tokens can be taken back."""
 SCRATCH = 2**26
 """Bytes of freed memory that the process keeps: what a chunk of a prompt needs, and soon needs again."""
 CHUNK = 512
@@ -75,8 +75,8 @@ class Decoder:
         folder already or the step must be compiled too. Experts are not. The first long prompt they read makes a second
         copy of matrices that are not packed.
 
-        Raises `ClockhandError` for a precision
-        that the model cannot have, and where a step must be compiled and there is no C++ compiler.
+        Raises `ClockhandError` for a precision or a reach that the model cannot have, and where a step must be compiled
+        and there is no C++ compiler.
         """
         keep_freed_memory(SCRATCH)
         own = precision_of(model)
@@ -86,9 +86,7 @@ class Decoder:
             raise ClockhandError(f"the weights are {own} already and cannot become {precision}")
         self.config, self.precision = model.config, precision
         config = model.config
-        self.reach = config.max_seq_len if reach is None else reach
-        if self.reach < 1 or (config.position == "learned" and self.reach > config.max_seq_len):
-            raise ClockhandError(f"reach = {self.reach} must be between 1 and max_seq_len = {config.max_seq_len}")
+        self.reach = checked_reach(config, reach)
         self.length = 0
         """Tokens held."""
         self._written = 0  # the most that were ever held: a ring remembers the last of those
@@ -106,16 +104,16 @@ class Decoder:
             lengths = torch.full((1, 1), self.reach) if config.rope_scaling == "dynamic" else None
             self._turned = [each[0] for each in rotation(config, positions, lengths)]  # each (reach, Dh/2)
         self._ring = 0
-        """Slots of the cache, where a sliding window leaves fewer than `reach` to remember; the slot of a position is
+        """Places of the cache, where a sliding window leaves fewer than `reach` to remember; the place of a position is
         then its remainder. 0: as many as there are tokens."""
-        if config.sliding_window and (ring := -(-(config.sliding_window + SPARE) // SLOTS) * SLOTS) < self.reach:
+        if config.sliding_window and (ring := -(-(config.sliding_window + SLACK) // PLACES) * PLACES) < self.reach:
             self._ring = ring
-        self._slots = torch.arange(self.reach) % (self._ring or self.reach)
+        self._places = torch.arange(self.reach) % (self._ring or self.reach)
         self._keys: list[Tensor] = []
         self._values: list[Tensor] = []
-        self._seen = torch.empty(0, SLOTS)
+        self._seen = torch.empty(0, PLACES)
         self._views: list[Tensor] = []
-        self._reserve(4 * SLOTS)
+        self._reserve(4 * PLACES)
         self._run: Run | None = None
         self._graphs: ChunkGraphs | None = None
         started, known = time.perf_counter(), is_compiled(config, precision, self.cache_dtype)
@@ -151,7 +149,7 @@ class Decoder:
 
         Raises `ClockhandError` for an id beyond the vocabulary, for none at all, or for more than `reach` in all.
         """
-        self._check(ids)
+        check_ids(self.config, ids, self.length, self.reach)
         numbers = torch.tensor(ids, dtype=torch.int64)
         x = torch.empty(0)
         for start in range(0, len(ids), CHUNK):
@@ -161,7 +159,7 @@ class Decoder:
     @torch.no_grad()
     def score(self, ids: Sequence[int]) -> Tensor:
         """Appends `ids`, read at once; the logits after each, (T, V) fp32. Raises `ClockhandError` as `read` does."""
-        self._check(ids)
+        check_ids(self.config, ids, self.length, self.reach)
         return self._logits(self._read_chunk(torch.tensor(ids, dtype=torch.int64), last=False))
 
     def _logits(self, x: Tensor) -> Tensor:  # (T, D) -> (T, V) fp32
@@ -171,13 +169,13 @@ class Decoder:
     @torch.no_grad()
     def step(self, id: int) -> Tensor:
         """Appends one id; the logits after it, (V,) fp32. Raises `ClockhandError` as `read` does."""
-        self._check((id,))
+        check_ids(self.config, (id,), self.length, self.reach)
         position = self.length
         self._reserve(position + 1)
         self.length += 1
         self._written = max(self._written, self.length)
         self._see(position)
-        blocks = max(2, -(-min(self.length, self._ring or self.length) // SLOTS))
+        blocks = max(2, -(-min(self.length, self._ring or self.length) // PLACES))
         number = torch.tensor((id,))
         if self._run is None:
             return Step(self.config)(*self._inputs(number, position, blocks))
@@ -185,7 +183,7 @@ class Decoder:
             _, keys, values, seen, *_ = self._inputs(number, position, blocks)
             self._views = [*self.weights.values(), *keys, *values, seen]
         rows = slice(position, self.length)
-        now = [number, self._slots[rows], *(each[rows] for each in self._turned)]
+        now = [number, self._places[rows], *(each[rows] for each in self._turned)]
         learned = [] if self._learned is None else [self._learned[rows]]
         return self._run([*self._views, *now, *learned])[0]
 
@@ -214,13 +212,13 @@ class Decoder:
     def _see_all(self) -> None:
         window = self.config.sliding_window
         self._seen.fill_(UNSEEN)
-        self._seen.view(-1)[self._slots[max(0, self.length - window + 1) if window else 0 : self.length]] = 0
+        self._seen.view(-1)[self._places[max(0, self.length - window + 1) if window else 0 : self.length]] = 0
 
     def _see(self, position: int) -> None:
         window = self.config.sliding_window
-        self._seen.view(-1)[self._slots[position]] = 0
+        self._seen.view(-1)[self._places[position]] = 0
         if window and position >= window:
-            self._seen.view(-1)[self._slots[position - window]] = UNSEEN
+            self._seen.view(-1)[self._places[position - window]] = UNSEEN
 
     def _inputs(self, id: Tensor, position: int, blocks: int) -> tuple[Any, ...]:
         rows = slice(position, position + 1)
@@ -230,31 +228,20 @@ class Decoder:
             [each[:blocks] for each in self._values],
             self._seen[:blocks],
             id,
-            self._slots[rows],
+            self._places[rows],
             [each[rows] for each in self._turned],
             [] if self._learned is None else [self._learned[rows]],
         )
 
-    def _check(self, ids: Sequence[int]) -> None:
-        if not len(ids):
-            raise ClockhandError("nothing to read: at least one id is needed")
-        size = self.config.vocab_size
-        low, high = min(ids), max(ids)
-        if low < 0 or high >= size:
-            wrong = low if low < 0 else high
-            raise ClockhandError(f"id {wrong} is outside the vocabulary of {size} ids (0 to {size - 1})")
-        if self.length + len(ids) > self.reach:
-            raise ClockhandError(f"the cache holds at most {self.reach} tokens: {self.length} held and {len(ids)} more")
-
     def _reserve(self, tokens: int) -> None:
         """Room for `tokens`, by doubling. Zeros, since what is not seen is multiplied by 0, and 0 · NaN is NaN."""
-        needed = -(-min(tokens, self._ring or tokens) // SLOTS)
+        needed = -(-min(tokens, self._ring or tokens) // PLACES)
         held = len(self._seen)
         if needed <= held:
             return
         blocks, config = max(needed, 2 * held), self.config
         if self._ring:
-            blocks = min(blocks, self._ring // SLOTS)
+            blocks = min(blocks, self._ring // PLACES)
         for tensors, shape in zip((self._keys, self._values), cache_shapes(config, blocks)):
             # All layers in one piece: of one alone much would lie beside the borders of the large pages.
             grown = torch.empty(config.n_layers, *shape, dtype=self.cache_dtype)
@@ -263,7 +250,7 @@ class Decoder:
             for new, old in zip(grown, tensors):
                 new[:held] = old
             tensors[:] = grown.unbind()
-        seen = torch.full((blocks, SLOTS), UNSEEN)
+        seen = torch.full((blocks, PLACES), UNSEEN)
         seen[:held] = self._seen
         self._seen, self._views = seen, []
 
@@ -279,21 +266,21 @@ class Decoder:
             x = x + self._learned[begin:end].to(dtype)
         turned = (self._turned[0][begin:end], self._turned[1][begin:end]) if self._turned else None
         window = config.sliding_window
-        before = self._slots[max(0, begin - window + 1) if window else 0 : begin]
+        before = self._places[max(0, begin - window + 1) if window else 0 : begin]
         graphs = self._graphs if len(ids) > 1 else None
         mixture = self._mix if config.is_moe else None
-        places = len(ids) + (len(before) if self._ring else begin)
-        seen = [] if graphs is None else seen_by_block(len(ids), places, window)
+        held = len(before) if self._ring else begin
+        seen = [] if graphs is None else seen_by_block(len(ids), held + len(ids), window)
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             memory = (self._keys[layer], self._values[layer])
-            if self._ring:  # its slots are no longer in order, and hold less than a chunk and a window
-                past = recall_slots(memory, before, q.dtype)
+            if self._ring:  # its places are no longer in order, and hold less than a chunk and a window
+                past = recall_places(memory, before, q.dtype)
                 kept = slice(max(0, len(k) - self._ring), None)
-                remember(memory, k[kept], v[kept], self._slots[begin:end][kept])
+                remember(memory, k[kept], v[kept], self._places[begin:end][kept])
                 k, v = torch.cat((past[0], k)), torch.cat((past[1], v))
             else:
-                remember_many(memory, k, v, self._slots[begin:end], begin)
+                remember_many(memory, k, v, self._places[begin:end], begin)
                 if begin:
                     k, v = recall(memory, end, q.dtype)
             return attend_many(q, k, v, window) if graphs is None else graphs.attend(q, k, v, seen)

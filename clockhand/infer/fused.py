@@ -35,16 +35,14 @@ from clockhand.infer.ordered import OneDNN, Order, Panels, Unsorted, order_of
 from clockhand.infer.runner import ReferenceRunner, Runner
 from clockhand.infer.scheduler import Row
 from clockhand.infer.step import compile_seconds
-from clockhand.infer.weights import Weights, head_of, kept_for, stack_weights
+from clockhand.infer.weights import MATRICES, Weights, head_of, kept_for, stack_weights
 from clockhand.model.attend import Visibility, attend
 from clockhand.model.packed import Matrix, precision_of, unpack
 from clockhand.model.rope import rotation
 from clockhand.model.transformer import Transformer
 
 ROWS = 32
-"""For so many rows loops are laid out."""
-
-
+"""So many rows the loops of a graph are laid out for."""
 SCRATCH = 2**26
 """Bytes of freed memory that the process keeps: the logits of a step, and what drawing makes of them."""
 
@@ -110,15 +108,12 @@ def copied_bytes(model: Transformer) -> int:
 
 
 def _in_order(weights: Weights, dtype: torch.dtype, order: Order) -> dict[str, Any]:
-    """`weights`, but the matrices that are multiplied as they are, in `dtype`, in their order."""
+    """`weights`, but with the matrices that are multiplied as they lie, those in `dtype`, in `order`."""
     if weights["qkv"].dtype != dtype or isinstance(order, Unsorted):
         return {**weights}
-    matrices = {name: weights[name] for name in _MATRICES if name in weights}
+    matrices = {name: weights[name] for name in MATRICES if name in weights}
     matrices["head"] = head_of(weights).data[None]  # the embedding itself is looked up, not multiplied
     return {**weights, "head.scale": torch.empty(0)} | {name: order.sort(each) for name, each in matrices.items()}
-
-
-_MATRICES: tuple[str, ...] = ("qkv", "o", "gate", "up", "down")
 
 
 # ---- the step ----
@@ -308,7 +303,7 @@ class FusedRunner(ReferenceRunner):
     def _example(self) -> tuple[Any, ...]:
         """Inputs of a step for `ROWS` streams of up to 64 tokens. Their values do not matter."""
         rows, places = ROWS, 64
-        # Stand-ins for what lies in oneDNN's order: an export must be able to look at a tensor.
+        # Stand-ins for what lies in an order that only oneDNN knows: an export must be able to look at a tensor.
         weights = {
             name: [torch.empty(each.shape, dtype=each.dtype) for each in known] if isinstance(known, list) else known
             for name, known in self._weights.items()

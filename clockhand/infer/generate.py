@@ -359,13 +359,13 @@ def _pieces(
         if len(batch) == 1 and not plain:
             fast = static_decoder_for if weight.device.type == "cuda" else decoder_for
             decoder = fast(model, batch[0].reach, batch[0].reach - len(batch[0].ids))
-        while running := [slot for slot, row in enumerate(batch) if row.finish_reason is None]:
+        while running := [number for number, row in enumerate(batch) if row.finish_reason is None]:
             # On the CPU from here on, so that a seed means the same draws on every device.
             if decoder is not None:  # the same logits, sooner
                 model_logits = decoder.extend(batch[0].ids[decoder.length :])[None]
             else:
                 model_logits = _next_logits(model, batch, cache)[running].float().cpu()
-            going = [batch[slot] for slot in running]
+            going = [batch[number] for number in running]
             logits = _drawable(model_logits, going, known_ids)
             history, prompt_lengths = [row.ids for row in going], [row.prompt_length for row in going]
             probabilities = next_token_probabilities(logits, history, sampling, prompt_lengths)

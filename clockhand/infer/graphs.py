@@ -4,7 +4,8 @@
     run = load_or_compile(file, lambda: torch.export.export(...))
     logits, = run([*weights, id])                                 its flat inputs, and its outputs
 
-What is in a graph is settled by those who make it: `step.py` for one text, `fused.py` for many.
+What is in a graph is settled by those who make it: `step.py` for a token of one text, `chunk.py` for its prompt,
+`fused.py` for many texts.
 """
 
 import hashlib

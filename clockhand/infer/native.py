@@ -30,7 +30,7 @@ FILES = ("ordered.cpp", "attend_rows.cpp")
 
 @cache
 def native() -> ctypes.CDLL | None:
-    """All functions. None where they cannot be had, or where oneDNN has better instructions than they use (AMX)."""
+    """The library of them. None where it cannot be had, or where oneDNN has better instructions than it uses (AMX)."""
     able = torch.cpu.get_capabilities()
     wanted = all(able.get(name) for name in ("avx512_f", "avx512_bw", "avx512_vl", "avx512_bf16"))
     if not sys.platform.startswith("linux") or not wanted or able.get("amx_tile"):

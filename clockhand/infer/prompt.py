@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from clockhand.infer.block import Products
-from clockhand.infer.step import LANES, SLOTS, remember
+from clockhand.infer.step import LANES, PLACES, remember
 from clockhand.model.packed import Matrix, unpack
 
 QUERIES = 128
@@ -47,34 +47,34 @@ class WithManyFused(WithMany):
         return torch.ops.mkldnn._linear_pointwise.binary(x, other, weight, bias, then)
 
 
-def remember_many(memory: tuple[Tensor, Tensor], k: Tensor, v: Tensor, positions: Tensor, begin: int) -> None:
+def remember_many(memory: tuple[Tensor, Tensor], k: Tensor, v: Tensor, places: Tensor, begin: int) -> None:
     """`remember`, with whole blocks copied as such."""
     keys, values = memory
-    whole = 0 if begin % SLOTS else len(k) // SLOTS * SLOTS
-    blocks = slice(begin // SLOTS, (begin + whole) // SLOTS)
+    whole = 0 if begin % PLACES else len(k) // PLACES * PLACES
+    blocks = slice(begin // PLACES, (begin + whole) // PLACES)
     if whole:
-        k_blocks = k[:whole].view(-1, SLOTS // LANES, LANES, *k.shape[1:])  # (blocks, 64/16, 16, K, Dh)
-        v_blocks = v[:whole].view(-1, SLOTS, v.shape[1], *values.shape[2::2])  # (blocks, 64, K, Dh/16, 16)
+        k_blocks = k[:whole].view(-1, PLACES // LANES, LANES, *k.shape[1:])  # (blocks, 64/16, 16, K, Dh)
+        v_blocks = v[:whole].view(-1, PLACES, v.shape[1], *values.shape[2::2])  # (blocks, 64, K, Dh/16, 16)
         keys[blocks] = k_blocks.permute(0, 3, 1, 4, 2).to(keys.dtype)
         values[blocks] = v_blocks.permute(0, 2, 3, 1, 4).to(values.dtype)
     if whole < len(k):
-        remember(memory, k[whole:], v[whole:], positions[whole:])
+        remember(memory, k[whole:], v[whole:], places[whole:])
 
 
 def recall(memory: tuple[Tensor, Tensor], length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """The first `length` keys and values of a cache, each (S, K, Dh)."""
-    blocks = -(-length // SLOTS)
+    blocks = -(-length // PLACES)
     keys = memory[0][:blocks].permute(0, 2, 4, 1, 3)  # (blocks, 64/16, 16, K, Dh)
     values = memory[1][:blocks].permute(0, 3, 1, 2, 4)  # (blocks, 64, K, Dh/16, 16)
     return keys.flatten(0, 2)[:length].to(dtype), values.flatten(3).flatten(0, 1)[:length].to(dtype)
 
 
-def recall_slots(memory: tuple[Tensor, Tensor], slots: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The keys and values in `slots` (S,), in their order, each (S, K, Dh)."""
+def recall_places(memory: tuple[Tensor, Tensor], places: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The keys and values at `places` (S,), in their order, each (S, K, Dh)."""
     keys, values = memory
-    block, slot = slots // SLOTS, slots % SLOTS
-    picked = keys[block, :, slot // LANES, :, slot % LANES]  # (S, K, Dh)
-    return picked.to(dtype), values[block, :, :, slot].flatten(2).to(dtype)
+    block, place = places // PLACES, places % PLACES
+    picked = keys[block, :, place // LANES, :, place % LANES]  # (S, K, Dh)
+    return picked.to(dtype), values[block, :, :, place].flatten(2).to(dtype)
 
 
 def attend_many(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:

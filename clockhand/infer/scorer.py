@@ -1,8 +1,8 @@
 """One text on its way through a model, with the logits after each of its ids: what checking a draft needs.
 
 `PlainScorer` is the definition, a `Transformer` and a `KVCache`. `FusedScorer` takes the step of many streams: the ids
-of a draft are rows of it, each of which sees those before it, and cost little more than one. A `Decoder` is faster with
-one id and slower with several, and there for what cannot be fused. `scorer_for` chooses.
+of a draft are rows of it, each of which sees those before it, and cost little more than one. A `Decoder`, faster with
+one id and slower with several, is there for what cannot be fused. `scorer_for` chooses.
 """
 
 from collections.abc import Sequence

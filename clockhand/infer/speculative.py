@@ -56,22 +56,21 @@ class NgramDrafter:
             raise ClockhandError(f"shortest = {shortest} must be between 1 and longest = {longest}")
         self._lengths = range(longest, shortest - 1, -1)
         self._looked_up: list[int] = []  # the text so far, as of the last call
-        self._after: dict[
-            tuple[int, ...], int
-        ] = {}  # where the text goes on after its latest such ids, its end left out
+        # For ids that follow each other in it, where it goes on after the last such place; its own end is left out.
+        self._after: dict[tuple[int, ...], int] = {}
 
     def propose(self, ids: Sequence[int], prompt_length: int, most: int) -> tuple[list[int], Tensor | None]:
         text, known = list(ids), len(self._looked_up)
         if text[:known] != self._looked_up:
             self._after, known = {}, 0
-        for place in range(max(known, 1), len(text)):
-            self._after |= {tuple(text[place - n : place]): place for n in self._lengths if n <= place}
+        for end in range(max(known, 1), len(text)):
+            self._after |= {tuple(text[end - n : end]): end for n in self._lengths if n <= end}
         self._looked_up = list(ids)
         for length in self._lengths:
             begin = self._after.get(tuple(text[-length:]))
             if begin is not None:
-                for place in range(begin, begin + most):
-                    text.append(text[place])
+                for position in range(begin, begin + most):  # may run into what it has just added
+                    text.append(text[position])
                 return text[len(ids) :], None
         return [], None
 
@@ -95,7 +94,8 @@ class ModelDrafter:
         most = min(most, reach - len(ids))
         if most < 1:
             return [], None
-        if self._scorer is None:  # how many tokens are to come it does not know: none, for which to compile
+        if self._scorer is None:
+            # How many tokens will come is not known here: nothing is compiled for them.
             self._scorer = scorer_for(self.model, reach, new_tokens=2)
         scorer, scored = self._scorer, self._scored
         same = next((n for n, (a, b) in enumerate(zip(scored, ids)) if a != b), min(len(scored), len(ids)))

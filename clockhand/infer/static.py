@@ -1,15 +1,16 @@
 """One text on a GPU: the model's own blocks over a cache that never moves, compiled, recorded once and played back.
 
-A GPU has done a token's kernels sooner than Python can ask for them one by one. So the step is compiled, which makes
-the kernels few, and its launches are recorded in a CUDA graph that every token plays back. What is recorded reads and
-writes fixed addresses, hence
+A GPU is done with the kernels of a token sooner than Python can ask for them one by one. So the step is compiled, which
+makes the kernels few, and its launches are recorded in a CUDA graph that every token plays back. What is recorded reads
+and writes fixed addresses, hence
 
     keys, values      room for all tokens the text may ever have, zeros until they are written
     id, position      one number each, written before the step is played
     mask              the rule of `model/attend.py` as it stands: a place that is not written yet lies in the future
 
 No arithmetic is written here. The same code runs on a CPU, where the tests compare it with the plain model and nothing
-is recorded; a CPU's own fast way is `decode.py`.
+is recorded; a CPU's own fast way is `decode.py`. There was no GPU to write this on: recording and playing back have
+never been run.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 
 from clockhand.config import ModelConfig
 from clockhand.errors import ClockhandError
+from clockhand.infer.reach import check_ids, checked_reach
 from clockhand.infer.step import compile_seconds
 from clockhand.model.attend import Visibility
 from clockhand.model.rope import rotation
@@ -81,11 +83,9 @@ class StaticDecoder:
         experts, whose choice of weights no graph can hold, and for a reach that the model cannot have.
         """
         config = model.config
-        self.config, self.reach, self.length = config, config.max_seq_len if reach is None else reach, 0
+        self.config, self.reach, self.length = config, checked_reach(config, reach), 0
         if config.is_moe:
             raise ClockhandError(f"n_experts = {config.n_experts}: a static step is for dense layers")
-        if self.reach < 1 or (config.position == "learned" and self.reach > config.max_seq_len):
-            raise ClockhandError(f"reach = {self.reach} must be between 1 and max_seq_len = {config.max_seq_len}")
         weight = model.token_embedding.weight
         places = max(self.reach, 2)  # torch has a graph of its own for 1
         shape = (1, places, config.n_kv_heads, config.head_dim)
@@ -114,7 +114,7 @@ class StaticDecoder:
 
         Raises `ClockhandError` for an id beyond the vocabulary, for none at all, or for more than `reach` in all.
         """
-        self._check(ids)
+        check_ids(self.config, ids, self.length, self.reach)
         logits = torch.empty(0)
         for chunk in torch.tensor([ids], dtype=torch.int64, device=self._id.device).split(CHUNK, dim=1):
             positions = torch.arange(self.length, self.length + chunk.shape[1], device=chunk.device)[None]
@@ -125,7 +125,7 @@ class StaticDecoder:
     @torch.no_grad()
     def step(self, id: int) -> Tensor:
         """Appends one id; the logits after it, (V,) fp32, on the CPU. Raises `ClockhandError` as `read` does."""
-        self._check((id,))
+        check_ids(self.config, (id,), self.length, self.reach)
         self._id.fill_(id)
         self._position.fill_(self.length)
         if self._id.device.type != "cuda":
@@ -163,16 +163,6 @@ class StaticDecoder:
         with torch.cuda.graph(recorded):
             self._logits = self._run(self._compiled, self._id, self._position)
         self._recorded = recorded
-
-    def _check(self, ids: Sequence[int]) -> None:
-        if not len(ids):
-            raise ClockhandError("nothing to read: at least one id is needed")
-        size = self.config.vocab_size
-        wrong = next((id for id in (min(ids), max(ids)) if not 0 <= id < size), None)
-        if wrong is not None:
-            raise ClockhandError(f"id {wrong} is outside the vocabulary of {size} ids (0 to {size - 1})")
-        if self.length + len(ids) > self.reach:
-            raise ClockhandError(f"the cache holds at most {self.reach} tokens: {self.length} held and {len(ids)} more")
 
 
 # ---- whether to take it ----

@@ -5,7 +5,7 @@ What makes it fast:
     no call, no copy, whatever type they are stored in; torch's own reaches a third of the bandwidth
   * the step, from the embedding to the logits, is one graph and one parallel region. What later loops read many times
     is put into memory (`stored`), or inductor would compute it again for every row of a matrix
-  * attention reads blocks of 64 slots, each from its first number to its last: 16 slots of a key's dimension side by
+  * attention reads blocks of 64 places, each from its first number to its last: 16 places of a key's dimension side by
     side, then 16 dimensions of a value, so that no sum goes across the lanes of a vector; and only the blocks that hold
     something. Their number is the one size that stays open in the graph, so it is compiled once
   * the compiled graph lies in the user's cache folder, and the next process loads it in milliseconds (`graphs.py`)
@@ -28,8 +28,8 @@ from clockhand.infer.graphs import Run, graph_file, load_or_compile, sources
 from clockhand.infer.weights import Weights, head_of
 from clockhand.model.packed import GROUP, Matrix
 
-SLOTS = 64
-"""Slots in a block of the cache."""
+PLACES = 64
+"""Places in a block of the cache."""
 LANES = 16
 """fp32 numbers in a vector."""
 UNSEEN = -1e30
@@ -48,9 +48,9 @@ class Step(nn.Module):
         weights: Weights,
         keys: list[Tensor],  # for each layer (blocks, K, 64/16, Dh, 16)
         values: list[Tensor],  # for each layer (blocks, K, Dh/16, 64, 16)
-        seen: Tensor,  # (blocks, 64) fp32: 0 at slots that are seen, UNSEEN elsewhere
+        seen: Tensor,  # (blocks, 64) fp32: 0 at places that are seen, UNSEEN elsewhere
         id: Tensor,  # (1,)
-        position: Tensor,  # (1,)
+        place: Tensor,  # (1,) in the cache
         turned: list[Tensor],  # cos and sin of the position, each (1, Dh/2); empty without RoPE
         learned: list[Tensor],  # the row of the learned position, (1, D); empty without
     ) -> Tensor:  # (V,) fp32
@@ -64,7 +64,7 @@ class Step(nn.Module):
             memory = (keys[layer], values[layer])
 
             def attend(q: Tensor, k: Tensor, v: Tensor, memory: tuple[Tensor, Tensor] = memory) -> Tensor:
-                remember(memory, k, v, position)
+                remember(memory, k, v, place)
                 return attend_one(q, memory, seen)
 
             rotated = (turned[0], turned[1]) if turned else None
@@ -114,19 +114,19 @@ class WithOne(Products):
 def cache_shapes(config: ModelConfig, blocks: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Of a layer's keys and values. A head that is no multiple of 16 wide fills its vectors less."""
     lanes = math.gcd(config.head_dim, LANES)
-    keys = (blocks, config.n_kv_heads, SLOTS // LANES, config.head_dim, LANES)
-    return keys, (blocks, config.n_kv_heads, config.head_dim // lanes, SLOTS, lanes)
+    keys = (blocks, config.n_kv_heads, PLACES // LANES, config.head_dim, LANES)
+    return keys, (blocks, config.n_kv_heads, config.head_dim // lanes, PLACES, lanes)
 
 
-def remember(memory: tuple[Tensor, Tensor], k: Tensor, v: Tensor, positions: Tensor) -> None:
-    """Writes k and v (T, K, Dh) at `positions` (T,)."""
+def remember(memory: tuple[Tensor, Tensor], k: Tensor, v: Tensor, places: Tensor) -> None:
+    """Writes k and v (T, K, Dh) at `places` (T,)."""
     keys, values = memory
     lanes = values.shape[-1]
-    block, slot = positions // SLOTS, positions % SLOTS
-    block, slot = block[:, None, None], slot[:, None, None]  # (T, 1, 1)
+    block, place = places // PLACES, places % PLACES
+    block, place = block[:, None, None], place[:, None, None]  # (T, 1, 1)
     head, dim = torch.arange(k.shape[1])[:, None], torch.arange(k.shape[2])  # (K, 1), (Dh,)
-    keys.index_put_((block, head, slot // LANES, dim, slot % LANES), k.to(keys.dtype))
-    values.index_put_((block, head, dim // lanes, slot, dim % lanes), v.to(values.dtype))
+    keys.index_put_((block, head, place // LANES, dim, place % LANES), k.to(keys.dtype))
+    values.index_put_((block, head, dim // lanes, place, dim % lanes), v.to(values.dtype))
 
 
 def attend_one(q: Tensor, memory: tuple[Tensor, Tensor], seen: Tensor) -> Tensor:
@@ -166,7 +166,7 @@ def step_file(config: ModelConfig, precision: str, cache_dtype: torch.dtype) -> 
 
 @cache
 def _source() -> str:
-    return f"{SLOTS} {LANES} {UNSEEN} {GROUP}" + sources(*IN_EVERY_GRAPH, WithOne, Step, remember, attend_one, _export)
+    return f"{PLACES} {LANES} {UNSEEN} {GROUP}" + sources(*IN_EVERY_GRAPH, WithOne, Step, remember, attend_one, _export)
 
 
 PROMPT_SECONDS = 24

@@ -23,7 +23,9 @@ from clockhand.model.transformer import Transformer
 
 T = TypeVar("T")
 Weights = dict[str, Tensor]
-"""By the names above. Where `fused.py` has put the matrices in an order of their own, a list of them, one a layer."""
+"""By the names above. Where the matrices lie in an order of their own (`ordered.py`), a list of them, one a layer."""
+MATRICES: tuple[str, ...] = ("qkv", "o", "gate", "up", "down")
+"""Those of a layer."""
 
 
 def stack_weights(model: Transformer, precision: str) -> Weights:

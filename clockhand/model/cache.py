@@ -97,7 +97,7 @@ class KVCache:
 
     @property
     def capacity(self) -> int:
-        """Slots allocated a row, at most max_seq_len."""
+        """Places allocated a row, at most max_seq_len."""
         return self._store.keys[0].shape[1]
 
     @property

@@ -64,14 +64,14 @@ needs_compiler = pytest.mark.skipif(graphs.compiler() is None, reason="needs a C
 
 
 @pytest.mark.parametrize("window", [0, 3, 1000])
-@pytest.mark.parametrize(("tokens", "places"), [(2, 2), (130, 130), (129, 300), (300, 301)])
-def test_attending_block_by_block_with_masks_equals_attending_at_once(tokens, places, window, monkeypatch):
+@pytest.mark.parametrize(("tokens", "length"), [(2, 2), (130, 130), (129, 300), (300, 301)])
+def test_attending_block_by_block_with_masks_equals_attending_at_once(tokens, length, window, monkeypatch):
     monkeypatch.setattr(chunk, "load_or_compile", lambda *ignored: None)
     config = make_model().config
     written = chunk.ChunkGraphs(config, "fp32", torch.float32, {})
     written._attend = lambda inputs: [chunk.AttendSome()(*inputs)]
-    q, k, v = torch.randn(tokens, 4, 8), torch.randn(places, 2, 8), torch.randn(places, 2, 8)
-    seen = chunk.seen_by_block(tokens, places, window)
+    q, k, v = torch.randn(tokens, 4, 8), torch.randn(length, 2, 8), torch.randn(length, 2, 8)
+    seen = chunk.seen_by_block(tokens, length, window)
     assert all(2 <= len(each) <= prompt.QUERIES for each in seen), "the graph is for two queries and more"
     torch.testing.assert_close(written.attend(q, k, v, seen), prompt.attend_many(q, k, v, window), **EXACT)
 

@@ -92,12 +92,12 @@ def test_every_precision_computes_what_its_rounded_weights_say(precision):
     torch.testing.assert_close(fast, plain_logits(rounded(model, precision), ids)[2:], **EXACT)
 
 
-def test_the_check_sees_a_cache_that_is_off_by_one_slot():
+def test_the_check_sees_a_cache_that_is_off_by_one_place():
     model = make_model()
     ids = ids_of(model)
     decoder = exact_decoder(model, "fp32", compile=False)
     decoder.read(ids[:10])
-    decoder.length = 11  # the control: position and slot 10 are left out
+    decoder.length = 11  # the control: position and place 10 are left out
     assert not torch.allclose(decoder.step(ids[10]), plain_logits(model, ids)[10], **EXACT)
 
 
@@ -136,7 +136,7 @@ def test_a_sliding_window_keeps_a_ring_of_the_past_and_nothing_else(read, chunk,
     decoder = exact_decoder(model, "fp32", reach=600, compile=False)
     fast = fast_logits(decoder, ids, read)
     torch.testing.assert_close(fast, plain_logits(model, ids, 600)[read - 1 :], **EXACT)
-    assert {each.shape[0] * step.SLOTS for each in decoder._keys} == {128}  # 40 + 64, in whole blocks
+    assert {each.shape[0] * step.PLACES for each in decoder._keys} == {128}  # 40 + 64, in whole blocks
 
 
 def test_of_a_ring_only_what_it_still_holds_can_be_taken_back():
@@ -154,7 +154,7 @@ def test_of_a_ring_only_what_it_still_holds_can_be_taken_back():
 
 
 def test_what_a_ring_has_written_over_stays_lost_after_a_text_was_cut_short():
-    """The slots of tokens 172 and before were taken by 300 and before; cutting to 212 does not bring them back."""
+    """The places of tokens 172 and before were taken by 300 and before; cutting to 212 does not bring them back."""
     model = make_model(**LONG)
     decoder = exact_decoder(model, "fp32", reach=600, compile=False)
     decoder.read(ids_of(model, 300))
