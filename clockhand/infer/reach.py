@@ -12,8 +12,10 @@ from clockhand.errors import ClockhandError
 def checked_reach(config: ModelConfig, reach: int | None) -> int:
     """`reach`, or for None the model's max_seq_len. Raises `ClockhandError` for one that the model cannot have."""
     reach = config.max_seq_len if reach is None else reach
-    if reach < 1 or (config.position == "learned" and reach > config.max_seq_len):
-        raise ClockhandError(f"reach = {reach} must be between 1 and max_seq_len = {config.max_seq_len}")
+    ends = config.position == "learned"  # a table has no row beyond max_seq_len
+    if reach < 1 or (ends and reach > config.max_seq_len):
+        allowed = f"between 1 and max_seq_len = {config.max_seq_len}" if ends else "at least 1"
+        raise ClockhandError(f"reach = {reach} must be {allowed}")
     return reach
 
 
