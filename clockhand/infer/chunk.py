@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 from clockhand.config import ModelConfig
 from clockhand.errors import ClockhandError
 from clockhand.infer.block import IN_EVERY_GRAPH, Products, after_attending, before_attending, stored
-from clockhand.infer.graphs import graph_file, load_or_compile, sources
+from clockhand.infer.graphs import graph_file, is_kept, load_or_compile, sources
 from clockhand.infer.ordered import OneDNN
 from clockhand.infer.prompt import QUERIES, WithMany, WithManyFused
 from clockhand.infer.weights import MATRICES, Weights
@@ -184,7 +184,7 @@ def seen_by_block(tokens: int, length: int, window: int) -> list[Tensor]:
 
 
 def is_chunk_compiled(config: ModelConfig, precision: str, dtype: torch.dtype) -> bool:
-    return all(file.is_file() for file in _files(config, precision, dtype).values())
+    return all(map(is_kept, _files(config, precision, dtype).values()))
 
 
 def _files(config: ModelConfig, precision: str, dtype: torch.dtype) -> dict[str, Path]:

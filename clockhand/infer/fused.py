@@ -29,7 +29,7 @@ from clockhand.config import ModelConfig
 from clockhand.errors import ClockhandError
 from clockhand.infer.attend_rows import AttendRows, attend_in_torch, attend_rows, fastest_attend
 from clockhand.infer.block import IN_EVERY_GRAPH, Products, block, embed, hidden_norm, stored
-from clockhand.infer.graphs import Run, graph_file, load_or_compile, sources
+from clockhand.infer.graphs import Run, graph_file, is_kept, load_or_compile, sources
 from clockhand.infer.native import CALLS
 from clockhand.infer.ordered import OneDNN, Order, Panels, Unsorted, order_of
 from clockhand.infer.runner import ReferenceRunner, Runner
@@ -173,7 +173,7 @@ class WithRows(Products):
 
 def is_compiled(config: ModelConfig, precision: str, dtype: torch.dtype) -> bool:
     """Whether the step lies in the cache folder."""
-    return _file(config, precision, dtype).is_file()
+    return is_kept(_file(config, precision, dtype))
 
 
 def _file(config: ModelConfig, precision: str, dtype: torch.dtype) -> Path:

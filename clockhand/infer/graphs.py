@@ -51,6 +51,11 @@ def graph_file(name: str, parts: Sequence[str]) -> Path:
     return cache_folder() / f"{name}-{key_of(parts)}.pt2"
 
 
+def is_kept(file: Path) -> bool:
+    """Whether the graph lies there. In a folder that we may not look into none does (`Path.is_file` raises there)."""
+    return os.path.isfile(file)
+
+
 def key_of(parts: Sequence[str]) -> str:
     """A name for what depends on `parts`, and on torch, the CPU, the number of threads and how this file compiles."""
     everything = [
@@ -75,10 +80,11 @@ def load_or_compile(
 
     `calls` says for operators of our own which C function the graph calls: its declaration. Who asks has loaded it.
 
-    Raises `ClockhandError` where it has to be compiled and no C++ compiler is found, or the file cannot be written.
+    Raises `ClockhandError` where it has to be compiled and no C++ compiler is found, or it fails, or the file cannot be
+    written.
     """
     with _ONE_AT_A_TIME:
-        if file.is_file():
+        if is_kept(file):
             with suppress(RuntimeError):  # a damaged file is made again
                 return load(file)
         if compiler() is None:
@@ -101,6 +107,7 @@ def compile_into(
 ) -> None:
     import torch._inductor
     import torch._inductor.config as inductor
+    from torch._inductor.exc import CppCompileError, InductorError
 
     # A product and a sum in one instruction; and no check of an index in the middle of a loop: ids are checked before.
     changes: Any = {"cpp.enable_floating_point_contract_flag": "fast", "assert_indirect_indexing": False}
@@ -108,7 +115,12 @@ def compile_into(
     with _quiet(), torch.no_grad(), inductor.patch(changes), _ordered_products(), new_file(file) as unfinished:
         # It insists on the ending .pt2.
         beside = unfinished.with_name(unfinished.name + ".pt2")
-        torch._inductor.aoti_compile_and_package(export(), package_path=str(beside))
+        exported = export()
+        try:
+            torch._inductor.aoti_compile_and_package(exported, package_path=str(beside))
+        except (InductorError, CppCompileError) as error:
+            reason = str(error).strip().partition("\n")[0]
+            raise ClockhandError(f"compiling a step with {compiler()} failed: {reason}") from error
         beside.replace(unfinished)
     forget_unused(file.parent)
 

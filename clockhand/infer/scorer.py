@@ -5,12 +5,14 @@ of a draft are rows of it, each of which sees those before it, and cost little m
 one id and slower with several, is there for what cannot be fused. `scorer_for` chooses.
 """
 
+import sys
 from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from clockhand.errors import ClockhandError
 from clockhand.infer.decode import decoder_for
 from clockhand.infer.fused import FusedRunner, is_fusible, is_step_compiled, is_worth_compiling
 from clockhand.infer.graphs import compiler
@@ -118,5 +120,9 @@ def scorer_for(model: Transformer, reach: int, new_tokens: int, chunk: int = CHU
     if is_fusible(model) and (
         is_step_compiled(model) or (is_worth_compiling(model.config, new_tokens) and compiler() is not None)
     ):
-        return FusedScorer(model, reach)
+        try:
+            return FusedScorer(model, reach)
+        except ClockhandError as error:  # the cache folder cannot be written, say
+            print(f"note: {error}: drafts are checked the plain, slower way", file=sys.stderr)
+            return PlainScorer(model, reach, chunk)
     return decoder_for(model, reach, new_tokens) or PlainScorer(model, reach, chunk)

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from clockhand.config import ModelConfig
 from clockhand.infer.block import IN_EVERY_GRAPH, Products, block, dense, embed, hidden_norm, stored
-from clockhand.infer.graphs import Run, graph_file, load_or_compile, sources
+from clockhand.infer.graphs import Run, graph_file, is_kept, load_or_compile, sources
 from clockhand.infer.weights import Weights, head_of
 from clockhand.model.packed import GROUP, Matrix
 
@@ -156,7 +156,7 @@ def attend_one(q: Tensor, memory: tuple[Tensor, Tensor], seen: Tensor) -> Tensor
 
 def is_compiled(config: ModelConfig, precision: str, cache_dtype: torch.dtype = torch.float32) -> bool:
     """Whether the step lies in the cache folder."""
-    return step_file(config, precision, cache_dtype).is_file()
+    return is_kept(step_file(config, precision, cache_dtype))
 
 
 def step_file(config: ModelConfig, precision: str, cache_dtype: torch.dtype) -> Path:

@@ -6,6 +6,7 @@ from types import CodeType
 
 import pytest
 
+from clockhand.errors import ClockhandError
 from clockhand.infer import chunk, fused, graphs, step
 
 
@@ -25,6 +26,35 @@ def test_loading_a_graph_counts_as_using_it(tmp_path, monkeypatch):
     os.utime(file, (1000, 1000))
     graphs.load(file)
     assert file.stat().st_mtime > 1000
+
+
+def test_in_a_folder_that_may_not_be_looked_into_no_graph_is_kept(tmp_path, monkeypatch):
+    """The cache folder of another user, whose HOME a process has inherited: even plain text ended in a traceback."""
+
+    def refuse(*ignored, **too):
+        raise PermissionError(13, "Permission denied")
+
+    file = tmp_path / "step.pt2"
+    file.write_text("")
+    assert graphs.is_kept(file)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "stat", refuse)
+        assert not graphs.is_kept(file)
+
+
+def test_a_compiler_that_fails_is_told_in_a_line_and_leaves_nothing(tmp_path, monkeypatch):
+    """Its error came through as torch raised it, and whoever would have gone on the plain way ended with it."""
+    import torch._inductor
+    from torch._inductor.exc import InductorError
+
+    def fail(*ignored, **too):
+        raise InductorError(RuntimeError("cannot find -lm\nand forty lines more"), None)
+
+    monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", fail)
+    monkeypatch.setattr(graphs, "compiler", lambda: "old-g++")
+    with pytest.raises(ClockhandError, match=r"^compiling a step with old-g\+\+ failed: .*cannot find -lm$"):
+        graphs.load_or_compile(tmp_path / "step.pt2", lambda: None)
+    assert list(tmp_path.iterdir()) == []
 
 
 def _called(part):

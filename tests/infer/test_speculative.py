@@ -10,7 +10,7 @@ import torch
 from clockhand.config import ModelConfig
 from clockhand.data.tokenizer import Tokenizer
 from clockhand.errors import ClockhandError
-from clockhand.infer import scorer
+from clockhand.infer import graphs, scorer
 from clockhand.infer.decode import Decoder
 from clockhand.infer.fused import FusedRunner
 from clockhand.infer.generate import generate, stream
@@ -124,6 +124,16 @@ def test_a_plain_speculation_takes_no_fast_scorer(monkeypatch):
     model = small_model()
     fast_scorer(model, 8, monkeypatch)
     assert type(scorer_for(model, 8, new_tokens=5, plain=True)) is PlainScorer
+
+
+def test_where_the_compiled_step_cannot_be_kept_drafts_are_checked_the_plain_way(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("CLOCKHAND_CACHE", str(tmp_path / "file" / "cache"))
+    (tmp_path / "file").write_text("no folder")
+    for module in (scorer, graphs):
+        monkeypatch.setattr(module, "compiler", lambda: "g++")
+    monkeypatch.setattr(scorer, "is_worth_compiling", lambda *ignored: True)
+    assert type(scorer_for(small_model(n_layers=1), 40, new_tokens=30)) is PlainScorer
+    assert "plain, slower way" in capsys.readouterr().err
 
 
 @pytest.mark.slow
