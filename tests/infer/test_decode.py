@@ -2,6 +2,7 @@
 
 import mmap
 from pathlib import Path
+from zipfile import ZipFile
 
 import pytest
 import torch
@@ -170,16 +171,20 @@ def test_a_damaged_compiled_step_is_compiled_again(monkeypatch, tmp_path):
     model = make_model(n_layers=1)
     package = step.step_file(model.config, "fp32", torch.float32)
     package.parent.mkdir(parents=True, exist_ok=True)
-    package.write_bytes(b"not a package")
     compiled = []
 
+    def write(name):
+        with ZipFile(package, "w") as archive:
+            archive.writestr(name, "")
+
     def load(path):
-        if path.read_bytes() == b"not a package":
-            raise RuntimeError("Failed to initialize zip archive")
+        if ZipFile(path).namelist() == ["no model"]:
+            raise RuntimeError("Failed to find a generated cpp file or so file for model 'model' in the zip archive")
         return lambda inputs: [torch.zeros(37)]
 
     monkeypatch.setattr(graphs, "load", load)
-    monkeypatch.setattr(graphs, "compile_into", lambda path, *rest: compiled.append(path.write_bytes(b"whole")))
+    monkeypatch.setattr(graphs, "compile_into", lambda path, *rest: compiled.append(write("model")))
+    write("no model")
     Decoder(model, compile_prompt=False)
     assert len(compiled) == 1
     Decoder(model, compile_prompt=False)

@@ -3,6 +3,7 @@
 import inspect
 import os
 from types import CodeType
+from zipfile import ZipFile
 
 import pytest
 
@@ -55,6 +56,24 @@ def test_a_compiler_that_fails_is_told_in_a_line_and_leaves_nothing(tmp_path, mo
     with pytest.raises(ClockhandError, match=r"^compiling a step with old-g\+\+ failed: .*cannot find -lm$"):
         graphs.load_or_compile(tmp_path / "step.pt2", lambda: None)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_graph_with_a_hole_is_made_again(tmp_path, monkeypatch):
+    """torch loads such an archive without a word, and the first step ends the process, or is wrong."""
+    file, made = tmp_path / "step.pt2", []
+    monkeypatch.setattr(graphs, "load", lambda file: "run")
+    monkeypatch.setattr(graphs, "compiler", lambda: "g++")
+    monkeypatch.setattr(graphs, "compile_into", lambda file, *others: made.append(file))
+    with ZipFile(file, "w") as archive:
+        archive.writestr("step.so", bytes(range(1, 256)) * 40)
+    assert graphs.load_or_compile(file, lambda: None) == "run"
+    assert made == [], "the control: a whole one is only loaded"
+    whole = file.read_bytes()
+    for damaged in (whole[:5000] + bytes(50) + whole[5050:], whole[:5000], b"junk", b""):
+        file.write_bytes(damaged)
+        assert graphs.load_or_compile(file, lambda: None) == "run"
+        assert made == [file]
+        made.clear()
 
 
 def _called(part):
