@@ -14,6 +14,7 @@ Prefixes and memory are left to `ReferenceRunner`. The matrices are copies, made
 """
 
 import math
+import sys
 from collections.abc import Sequence
 from functools import cache, partial
 from pathlib import Path
@@ -247,7 +248,12 @@ class FusedRunner(ReferenceRunner):
         self._graph: Run | None = None
         if compile or (compile is None and is_compiled(config, precision, self._dtype)):
             export = partial(_export, self._many, self._example())
-            self._graph = load_or_compile(_file(config, precision, self._dtype), export, CALLS)
+            try:
+                self._graph = load_or_compile(_file(config, precision, self._dtype), export, CALLS)
+            except ClockhandError as error:  # it was there, but damaged, and cannot be made again
+                if compile:
+                    raise
+                print(f"note: {error}: many texts are continued by a step that is not compiled", file=sys.stderr)
         self._flat = tree_leaves((self._weights, *self._cache.memory))
 
     @torch.no_grad()

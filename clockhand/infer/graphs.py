@@ -106,10 +106,15 @@ def _is_whole(file: Path) -> bool:
 def load(file: Path) -> Run:
     from torch._C._aoti import AOTIModelPackageLoader
 
-    with suppress(OSError):  # it was used now; in a folder that is only lent to us that cannot be written down
-        os.utime(file)
+    used_now(file)
     with _quiet():  # it warns of other instruction sets, which the file's name already tells apart
         return AOTIModelPackageLoader(str(file), "model", False, 1, -1).run
+
+
+def used_now(file: Path) -> None:
+    """Puts down that it was used, for `forget_unused`."""
+    with suppress(OSError):  # in a folder that is only lent to us that cannot be written down
+        os.utime(file)
 
 
 def compile_into(
@@ -136,7 +141,7 @@ def compile_into(
 
 
 def forget_unused(folder: Path) -> None:
-    """Removes all graphs of `folder` but the `KEPT` that were used last."""
+    """Removes all graphs and libraries of `folder` but the `KEPT` that were used last."""
 
     def last_used(file: Path) -> float:
         try:
@@ -144,7 +149,7 @@ def forget_unused(folder: Path) -> None:
         except OSError:  # another process was sooner
             return 0.0
 
-    for file in sorted(folder.glob("*.pt2"), key=last_used, reverse=True)[KEPT:]:
+    for file in sorted([*folder.glob("*.pt2"), *folder.glob("*.so")], key=last_used, reverse=True)[KEPT:]:
         with suppress(OSError):
             file.unlink()
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from clockhand.disk import new_file
 from clockhand.errors import ClockhandError
-from clockhand.infer.graphs import cache_folder, compiler, key_of
+from clockhand.infer.graphs import cache_folder, compiler, forget_unused, key_of, used_now
 
 FILES = ("ordered.cpp", "attend_rows.cpp")
 
@@ -40,6 +40,7 @@ def native() -> ctypes.CDLL | None:
     with _ONE_AT_A_TIME:
         if not _is_whole(library) and not _compile(files, library):
             return None
+    used_now(library)
     try:
         return ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)  # so that the graphs find it
     except OSError:  # in a folder from which nothing may be run
@@ -80,6 +81,7 @@ def _compile(files: list[Path], library: Path) -> bool:
             unfinished.write_bytes((content := unfinished.read_bytes()) + _digest(content))
     except (ClockhandError, OSError, subprocess.CalledProcessError):
         return False
+    forget_unused(library.parent)
     return True
 
 

@@ -113,6 +113,20 @@ def test_one_graph_is_compiled_for_any_number_of_rows_and_length_and_equals_the_
     assert FusedRunner(whole, 2, 64, 8)._graph is not None  # other sizes, the same graph, taken since it lies there
 
 
+def test_a_damaged_graph_that_cannot_be_made_again_is_told_and_the_step_runs_as_it_is_written(
+    monkeypatch, tmp_path, capsys
+):
+    monkeypatch.setenv("CLOCKHAND_CACHE", str(tmp_path))
+    monkeypatch.setattr(graphs, "compiler", lambda: None)
+    whole = model()
+    fused._file(whole.config, "fp32", torch.float32).write_text("damaged")
+    for got, expected in zip(logits(FusedRunner(whole, 3, 32, 8)), logits(ReferenceRunner(whole, 3, 32, 8))):
+        torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
+    assert "note: compiling a step needs a C++ compiler" in capsys.readouterr().err
+    with pytest.raises(ClockhandError, match="needs a C\\+\\+ compiler"):
+        FusedRunner(whole, 3, 32, 8, compile=True)
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(graphs.compiler() is None, reason="needs a C++ compiler")
 def test_the_compiled_step_in_bf16_is_as_near_to_fp32_as_the_plain_one_and_picks_what_it_picks(monkeypatch, tmp_path):

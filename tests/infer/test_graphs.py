@@ -13,11 +13,11 @@ from clockhand.infer import chunk, fused, graphs, step
 
 def test_of_many_graphs_those_used_last_stay_and_nothing_else_is_touched(tmp_path, monkeypatch):
     monkeypatch.setattr(graphs, "KEPT", 2)
-    for age, name in enumerate(["new.pt2", "middle.pt2", "old.pt2", "older.pt2", "older.txt"]):
+    for age, name in enumerate(["new.pt2", "middle.so", "old.pt2", "older.so", "older.txt"]):
         (tmp_path / name).write_text("")
         os.utime(tmp_path / name, (1000 - age, 1000 - age))
     graphs.forget_unused(tmp_path)
-    assert {file.name for file in tmp_path.iterdir()} == {"new.pt2", "middle.pt2", "older.txt"}
+    assert {file.name for file in tmp_path.iterdir()} == {"new.pt2", "middle.so", "older.txt"}
 
 
 def test_loading_a_graph_counts_as_using_it(tmp_path, monkeypatch):
