@@ -33,6 +33,9 @@ from clockhand.infer.settings import PLAIN, Sampling
 from clockhand.model.cache import SLACK
 from clockhand.model.transformer import Transformer
 
+FIRST_REACH = 512
+"""Tokens that a drafting model has room for at first."""
+
 
 class Drafter(Protocol):
     """Guesses how a text goes on."""
@@ -86,17 +89,19 @@ class ModelDrafter:
         own = int(np.random.SeedSequence((seed, 1)).generate_state(1)[0])
         self._generator = torch.Generator().manual_seed(own)
         self._scorer: Scorer | None = None
+        self._reach = 0  # of the scorer
         self._scored: list[int] = []  # what the scorer holds
 
     @torch.no_grad()
     def propose(self, ids: Sequence[int], prompt_length: int, most: int) -> tuple[list[int], Tensor | None]:
-        reach = self.model.config.max_seq_len
-        most = min(most, reach - len(ids))
+        most = min(most, self.model.config.max_seq_len - len(ids))
         if most < 1:
             return [], None
-        if self._scorer is None:
-            # How many tokens will come is not known here: nothing is compiled for them.
-            self._scorer = scorer_for(self.model, reach, new_tokens=2)
+        needed = len(ids) + most
+        if self._scorer is None or needed > self._reach:
+            # How many tokens will come is not known here: room doubles, and nothing is compiled for them.
+            self._reach, self._scored = min(max(2 * needed, FIRST_REACH), self.model.config.max_seq_len), []
+            self._scorer = scorer_for(self.model, self._reach, new_tokens=2)
         scorer, scored = self._scorer, self._scored
         same = next((n for n, (a, b) in enumerate(zip(scored, ids)) if a != b), min(len(scored), len(ids)))
         same = min(same, len(ids) - 1)

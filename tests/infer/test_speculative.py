@@ -10,7 +10,7 @@ import torch
 from clockhand.config import ModelConfig
 from clockhand.data.tokenizer import Tokenizer
 from clockhand.errors import ClockhandError
-from clockhand.infer import graphs, scorer
+from clockhand.infer import graphs, scorer, speculative
 from clockhand.infer.decode import Decoder
 from clockhand.infer.fused import FusedRunner
 from clockhand.infer.generate import generate, stream
@@ -292,6 +292,20 @@ def test_ngrams_are_found_as_a_search_from_the_end_finds_them(seed):
     for end in [*range(1, 60, 3), 20, 21, 60]:  # one text as it grows, cut back, and grown again
         text = ids[:end] if end != 21 else [*ids[:19], 3, 3]
         assert drafter.propose(text, 0, 1)[0] == ([] if searched(text) is None else [searched(text)])
+
+
+def test_a_drafting_model_takes_room_as_the_text_grows_and_drafts_as_before(monkeypatch):
+    """Room for a context of 32,768 tokens, two slots of it and all written to, was gigabytes for a text of ten."""
+    drafter, ids = ModelDrafter(small_model(max_seq_len=90), GREEDY), [3, 1, 4]
+    monkeypatch.setattr(speculative, "FIRST_REACH", 8)
+    reaches = []
+    monkeypatch.setattr(
+        speculative, "scorer_for", lambda model, reach, **kw: reaches.append(reach) or PlainScorer(model, reach)
+    )
+    expected = plain(drafter.model, ids, max_new_tokens=87)
+    for n in range(85):
+        assert drafter.propose(ids + expected[:n], 3, 3)[0] == expected[n : n + 3]
+    assert reaches == [12, 26, 54, 90]
 
 
 # When it pays
