@@ -226,12 +226,15 @@ def load(
 
 
 def moved(model: Transformer, device: str) -> Transformer:
-    """The model on `device`, cpu or cuda. Raises `ClockhandError` for another, or where there is no GPU."""
+    """The model on `device`, cpu or cuda, in evaluation mode.
+
+    Raises `ClockhandError` for another device, or where there is no GPU.
+    """
     if device not in DEVICES:
         raise unknown_name("device", device, DEVICES)
     if device == "cuda" and not torch.cuda.is_available():
         raise ClockhandError("device = cuda, but torch finds no GPU here; use cpu")
-    return model.to(device)
+    return model.to(device).eval()
 
 
 def _folder(path: str | Path) -> Path:

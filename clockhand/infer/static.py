@@ -79,8 +79,9 @@ class StaticDecoder:
     def __init__(self, model: Transformer, reach: int | None = None, backend: str = "inductor") -> None:
         """`reach` (default: the model's max_seq_len) is the most tokens the text may have; memory for all is taken now.
 
-        `backend` is what torch compiles the step with; "eager" runs it as it is written. Raises `ClockhandError` for
-        experts, whose choice of weights no graph can hold, and for a reach that the model cannot have.
+        `backend` is what torch compiles the step with; "eager" runs it as it is written. The model is put into
+        evaluation mode. Raises `ClockhandError` for experts, whose choice of weights no graph can hold, and for a
+        reach that the model cannot have.
         """
         config = model.config
         self.config, self.reach, self.length = config, checked_reach(config, reach), 0
@@ -177,8 +178,11 @@ def is_worth_compiling(config: ModelConfig, new_tokens: int) -> bool:
 
 
 def static_decoder_for(model: Transformer, reach: int, new_tokens: int) -> StaticDecoder | None:
-    """A decoder where it is the faster way to `new_tokens` of one text on a GPU, else None."""
+    """A decoder where it is the faster way to `new_tokens` of one text on a GPU, else None.
+
+    Never for a model in training: the plain way leaves every module in the mode it was in.
+    """
     on_gpu = model.token_embedding.weight.device.type == "cuda"
-    if not on_gpu or model.config.is_moe or not is_worth_compiling(model.config, new_tokens):
+    if not on_gpu or model.training or model.config.is_moe or not is_worth_compiling(model.config, new_tokens):
         return None
     return StaticDecoder(model, reach)
