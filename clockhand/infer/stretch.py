@@ -12,7 +12,7 @@ from typing import Any
 from clockhand.config import CHOICES, ROPE_SCALING_FIELDS, ModelConfig
 from clockhand.errors import ClockhandError, unknown_name
 from clockhand.interop.minimind import INFERENCE_ROPE_SCALING
-from clockhand.model.packed import precision_of, with_weights, without_packed_weights
+from clockhand.model.packed import with_config
 from clockhand.model.transformer import Transformer
 
 
@@ -32,8 +32,7 @@ def stretched(
     if rope_scaling is None and rope_factor is None and not inference_rope_scaling:
         return model
     config = stretched_config(model.config, rope_scaling, rope_factor, inference_rope_scaling, trained)
-    other = without_packed_weights(config, precision_of(model))
-    return with_weights(other, model.state_dict()).train(model.training)
+    return with_config(model, config)
 
 
 def stretched_config(

@@ -20,6 +20,7 @@ from clockhand.config import ModelConfig
 from clockhand.errors import ClockhandError
 from clockhand.interop import names
 from clockhand.interop.exchange import assemble
+from clockhand.model.packed import with_config
 from clockhand.model.transformer import Transformer
 
 PUBLISHED: dict[str, Any] = dict(max_seq_len=32768, rope_theta=1e6, norm_eps=1e-6)
@@ -61,8 +62,7 @@ def with_inference_rope_scaling(model: Transformer) -> Transformer:
     """The same weights under YaRN, as MiniMind's own switch sets it. Raises `ClockhandError` if RoPE is scaled."""
     if model.config.rope_scaling != "none":
         raise ClockhandError(f"rope_scaling = {model.config.rope_scaling} is in the model already")
-    config = dataclasses.replace(model.config, **INFERENCE_ROPE_SCALING)
-    return assemble(config, dict(model.named_parameters()).__getitem__, "the model")
+    return with_config(model, dataclasses.replace(model.config, **INFERENCE_ROPE_SCALING))
 
 
 def _load(path: Path) -> dict[str, Tensor]:

@@ -187,6 +187,11 @@ def with_weights(model: Transformer, weights: dict[str, Tensor]) -> Transformer:
     return model.eval()
 
 
+def with_config(model: Transformer, config: ModelConfig) -> Transformer:
+    """The same weights, not copied, under another config, packed or not; `config` must ask for the same shapes."""
+    return with_weights(without_packed_weights(config, precision_of(model)), model.state_dict()).train(model.training)
+
+
 def _place(weight: Tensor, precision: str) -> Matrix:
     rows, columns = weight.shape
     if precision == "bf16":

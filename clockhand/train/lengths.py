@@ -19,6 +19,7 @@ from torch import Tensor
 
 from clockhand.config import CHOICES
 from clockhand.errors import ClockhandError, unknown_name
+from clockhand.model.packed import with_config
 from clockhand.model.transformer import Transformer
 from clockhand.train.evaluate import perplexity, rows_at_once
 from clockhand.train.loss import cross_entropy
@@ -92,7 +93,7 @@ def loss_against_length(
 
 
 def with_scaling(model: Transformer, scaling: str, trained: int, length: int) -> Transformer:
-    """A model with the same weights, whose RoPE is stretched from `trained` to `length` by the named rule.
+    """A model with the same weights, not copied, whose RoPE is stretched from `trained` to `length` by the named rule.
 
     Where nothing needs stretching it is not stretched.
     """
@@ -106,6 +107,4 @@ def with_scaling(model: Transformer, scaling: str, trained: int, length: int) ->
     if scaling in ("dynamic", "yarn", "llama3"):
         changes["rope_original_max_seq_len"] = trained
     plain = dict(rope_factor=1.0, rope_original_max_seq_len=0, rope_attention_factor=None)
-    other = Transformer(dataclasses.replace(model.config, **{**plain, **changes}))
-    other.load_state_dict(model.state_dict())
-    return other.eval()
+    return with_config(model, dataclasses.replace(model.config, **{**plain, **changes})).eval()

@@ -5,6 +5,8 @@ import torch
 
 from clockhand.config import ModelConfig
 from clockhand.errors import ClockhandError
+from clockhand.infer.quantize import rounded
+from clockhand.model.packed import packed
 from clockhand.model.transformer import Transformer
 from clockhand.train.lengths import TARGETS, loss_against_length, losses_by_length, with_scaling
 
@@ -32,6 +34,17 @@ def test_the_scalings_differ_beyond_the_trained_length_and_nowhere_else():
     assert found.lengths == [32, 64, 128, 256]
     columns = list(zip(*found.losses.values()))
     assert [len(set(column)) for column in columns] == [1, 1, 3, 3]
+
+
+@pytest.mark.parametrize("precision", ["bf16", "int8", "int4"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_packed_model_has_the_curve_of_its_rounded_weights(precision, tied):
+    """It ended in a traceback of load_state_dict: the stretched twin was made without regard to how weights lie."""
+    model = small(tie_embeddings=tied)
+    found = losses_by_length(packed(model, precision), IDS, 64, ["none", "yarn"], windows=4)
+    expected = losses_by_length(rounded(model, precision), IDS, 64, ["none", "yarn"], windows=4)
+    assert found == expected
+    assert found != losses_by_length(model, IDS, 64, ["none", "yarn"], windows=4), "rounding is seen"
 
 
 def test_lengths_go_as_far_as_the_text_does():
