@@ -170,12 +170,12 @@ class _CourseModel(nn.Module):
     def _cache(self, past_key_values: Past, batch_size: int) -> KVCache | None:
         if past_key_values is None or isinstance(past_key_values, KVCache):
             return past_key_values
-        n_layers, weight = len(self.layers), self.lm_head.weight
+        n_layers, model = len(self.layers), self.transformer
         if list(past_key_values) != [(None, None)] * n_layers:
             raise ClockhandError(
                 f"past_key_values must be the cache a call returned, or [(None, None)] * {n_layers} to start one"
             )
-        return KVCache(self.transformer.config, batch_size, dtype=weight.dtype, device=weight.device)
+        return KVCache(model.config, batch_size, dtype=model.dtype, device=model.device)
 
     def _check_labels(self, labels: Tensor, ids: Tensor) -> None:
         if labels.shape != ids.shape:

@@ -11,7 +11,7 @@ Many texts at once are the engine's work, how a token is drawn is in `sampling.p
 
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -327,8 +327,8 @@ def decoder_for(model: nn.Module, reach: int, new_tokens: int) -> Decoder | None
     if not isinstance(model, Transformer):
         return None
     config, precision = model.config, precision_of(model)
-    plain = precision != "fp32" or model.token_embedding.weight.dtype == torch.float32
-    if next(_tensors(model)).device.type != "cpu" or not plain or new_tokens < 2:
+    plain = precision != "fp32" or model.dtype == torch.float32
+    if model.device.type != "cpu" or not plain or new_tokens < 2:
         return None
     if not is_compiled(config, precision):
         if not is_worth_compiling(config, 4 * total_parameters(config), new_tokens, precision):
@@ -341,8 +341,3 @@ def decoder_for(model: nn.Module, reach: int, new_tokens: int) -> Decoder | None
     except ClockhandError as error:  # the cache folder cannot be written, say
         print(f"note: {error}: text is generated the plain, slower way", file=sys.stderr)
         return None
-
-
-def _tensors(model: Transformer) -> Iterator[Tensor]:
-    yield from model.parameters()
-    yield from model.buffers()

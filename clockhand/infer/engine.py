@@ -333,7 +333,7 @@ def engine_for(model: nn.Module, new_tokens: Sequence[int], reach: int, known_id
     """
     if len(new_tokens) < 2 or not isinstance(model, Transformer) or not is_fusible(model):
         return None
-    if precision_of(model) == "fp32" and model.token_embedding.weight.dtype != torch.float32:
+    if precision_of(model) == "fp32" and model.dtype != torch.float32:
         return None
     room = MEMORY // ReferenceRunner.slot_bytes(model, reach, CHUNK)
     slots = min(len(new_tokens), ROWS, room)

@@ -50,11 +50,11 @@ SCRATCH = 2**26
 
 def is_fusible(model: Transformer) -> bool:
     """Whether `FusedRunner` can run `model`: dense, on a CPU, in fp32 or bf16 or packed, without `dynamic` scaling."""
-    config, first = model.config, next(iter([*model.parameters(), *model.buffers()]))
+    config = model.config
     kinds = (torch.float32, torch.bfloat16)
     return (
-        first.device.type == "cpu"
-        and (precision_of(model) != "fp32" or model.token_embedding.weight.dtype in kinds)
+        model.device.type == "cpu"
+        and (precision_of(model) != "fp32" or model.dtype in kinds)
         and not config.is_moe
         and config.rope_scaling != "dynamic"
     )
@@ -78,11 +78,11 @@ def best_runner(
 
 def is_step_compiled(model: Transformer) -> bool:
     """Whether the step for a model that is `is_fusible` lies in the cache folder."""
-    return is_compiled(model.config, _precision(model), model.token_embedding.weight.dtype)
+    return is_compiled(model.config, _precision(model), model.dtype)
 
 
 def _precision(model: Transformer) -> str:
-    return "bf16" if model.token_embedding.weight.dtype == torch.bfloat16 else precision_of(model)
+    return "bf16" if model.dtype == torch.bfloat16 else precision_of(model)
 
 
 def is_worth_compiling(config: ModelConfig, steps: int) -> bool:
@@ -100,9 +100,8 @@ def copied_bytes(model: Transformer) -> int:
         for name, each in tensors
         if name != learned
     )
-    head = model.lm_head.weight
-    is_sorted = precision_of(model) == "fp32" and not isinstance(order_of(model.config, head.dtype), Unsorted)
-    return total + (head.nbytes if model.config.tie_embeddings and is_sorted else 0)
+    is_sorted = precision_of(model) == "fp32" and not isinstance(order_of(model.config, model.dtype), Unsorted)
+    return total + (model.lm_head.weight.nbytes if model.config.tie_embeddings and is_sorted else 0)
 
 
 # ---- the weights ----
@@ -232,7 +231,7 @@ class FusedRunner(ReferenceRunner):
         super().__init__(model, slots, max_seq_len, longest_row)
         keep_freed_memory(SCRATCH)
         config = model.config
-        self._dtype = model.token_embedding.weight.dtype  # of activations; fp32 where the model is packed
+        self._dtype = model.dtype  # of activations; fp32 where the model is packed
         precision = _precision(model)
         order = order_of(config, self._dtype)
         self._products = WithRows(order)

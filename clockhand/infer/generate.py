@@ -353,11 +353,10 @@ def _pieces(
         for row in batch:
             if row.finish_reason is not None:  # no room for a first token
                 yield Piece(row.number, None, "", row.finish_reason)
-        weight = model.token_embedding.weight
-        cache = KVCache(model.config, len(batch), max(row.reach for row in batch), weight.dtype, weight.device)
+        cache = KVCache(model.config, len(batch), max(row.reach for row in batch), model.dtype, model.device)
         decoder: Decoder | StaticDecoder | None = None
         if len(batch) == 1 and not plain:
-            fast = static_decoder_for if weight.device.type == "cuda" else decoder_for
+            fast = static_decoder_for if model.device.type == "cuda" else decoder_for
             decoder = fast(model, batch[0].reach, batch[0].reach - len(batch[0].ids))
         while running := [number for number, row in enumerate(batch) if row.finish_reason is None]:
             # On the CPU from here on, so that a seed means the same draws on every device.

@@ -92,7 +92,7 @@ class LanguageModel:
     def __repr__(self) -> str:
         parameters = total_parameters(self.config)
         own = precision_of(self.model)
-        weights = str(self.model.token_embedding.weight.dtype).removeprefix("torch.") if own == "fp32" else own
+        weights = str(self.model.dtype).removeprefix("torch.") if own == "fp32" else own
         return f"<LanguageModel: {parameters:,} parameters in {weights}, {self.tokenizer.vocab_size:,} ids>"
 
     @overload
@@ -160,8 +160,7 @@ class LanguageModel:
             return []
         found: list[TokenLogprob] = []
         if len(read) > 1:
-            device = self.model.token_embedding.weight.device
-            hidden = self.model.hidden(torch.tensor([read[:-1]], device=device)).hidden[0]  # (T - 1, D)
+            hidden = self.model.hidden(torch.tensor([read[:-1]], device=self.model.device)).hidden[0]  # (T - 1, D)
             for start in range(0, len(hidden), _POSITIONS_AT_ONCE):
                 part = slice(start, start + _POSITIONS_AT_ONCE)
                 logits = self.model.lm_head(hidden[part])

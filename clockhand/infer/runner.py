@@ -41,9 +41,8 @@ class ReferenceRunner:
 
     def __init__(self, model: Transformer, slots: int, max_seq_len: int, longest_row: int) -> None:
         """Memory for `slots` texts of up to `max_seq_len` tokens is taken here, all of it."""
-        weight = model.token_embedding.weight
         self._model = model
-        self._cache = KVCache(model.config, slots, max_seq_len, weight.dtype, weight.device)
+        self._cache = KVCache(model.config, slots, max_seq_len, model.dtype, model.device)
         self._cache.allocate(longest_row)
         self._rows = [self._cache.row(slot) for slot in range(slots)]
         # The rotation follows the length a text will reach: beginnings and batches are not alike.
@@ -54,7 +53,7 @@ class ReferenceRunner:
         """Bytes of keys and values a slot will take."""
         config = model.config
         values = 2 * config.n_layers * config.n_kv_heads * config.head_dim
-        return row_capacity(config, max_seq_len, longest_row) * values * model.token_embedding.weight.element_size()
+        return row_capacity(config, max_seq_len, longest_row) * values * model.dtype.itemsize
 
     @property
     def nbytes(self) -> int:

@@ -48,9 +48,8 @@ class PlainScorer:
     """The definition of a `Scorer`."""
 
     def __init__(self, model: Transformer, reach: int, chunk: int = CHUNK) -> None:
-        weight = model.token_embedding.weight
         self._model, self._chunk = model, chunk
-        self._cache = KVCache(model.config, 1, reach, weight.dtype, weight.device)
+        self._cache = KVCache(model.config, 1, reach, model.dtype, model.device)
 
     @property
     def length(self) -> int:

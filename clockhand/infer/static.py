@@ -87,19 +87,18 @@ class StaticDecoder:
         self.config, self.reach, self.length = config, checked_reach(config, reach), 0
         if config.is_moe:
             raise ClockhandError(f"n_experts = {config.n_experts}: a static step is for dense layers")
-        weight = model.token_embedding.weight
         places = max(self.reach, 2)  # torch has a graph of its own for 1
         shape = (1, places, config.n_kv_heads, config.head_dim)
         self._keys, self._values = (
-            [torch.zeros(shape, dtype=weight.dtype, device=weight.device) for _ in range(config.n_layers)]
+            [torch.zeros(shape, dtype=model.dtype, device=model.device) for _ in range(config.n_layers)]
             for _ in range(2)
         )
-        self._places = torch.arange(places, device=weight.device)[None]  # (1, S)
+        self._places = torch.arange(places, device=model.device)[None]  # (1, S)
         self._turned: list[Tensor] = []
         if config.position == "rope":
             lengths = torch.full((1, 1), self.reach) if config.rope_scaling == "dynamic" else None
             self._turned = [each[0] for each in rotation(config, self._places, lengths)]
-        self._id, self._position = torch.zeros(2, 1, 1, dtype=torch.int64, device=weight.device)
+        self._id, self._position = torch.zeros(2, 1, 1, dtype=torch.int64, device=model.device)
         self._plain = StaticStep(model).eval()
         self._compiled = torch.compile(self._plain, backend=backend, fullgraph=True)
         for each in (*self._keys, *self._values, self._places):  # one graph for texts of any reach
@@ -182,7 +181,7 @@ def static_decoder_for(model: Transformer, reach: int, new_tokens: int) -> Stati
 
     Never for a model in training: the plain way leaves every module in the mode it was in.
     """
-    on_gpu = model.token_embedding.weight.device.type == "cuda"
+    on_gpu = model.device.type == "cuda"
     if not on_gpu or model.training or model.config.is_moe or not is_worth_compiling(model.config, new_tokens):
         return None
     return StaticDecoder(model, reach)

@@ -135,7 +135,7 @@ def export_model(model: str | Path, format: str, out: str | Path, dtype: str | N
     loaded = hf.load_model(folder)
     words = Tokenizer.load(folder) if (folder / "tokenizer.json").is_file() else None
     if dtype is None:
-        own = loaded.token_embedding.weight.dtype
+        own = loaded.dtype
         dtype = next(name for name, each in TORCH_DTYPES.items() if each == own)
     if format == "gguf":
         notes = gguf.write(loaded, words, path, dtype, name=path.stem)

@@ -99,9 +99,8 @@ class Packed(nn.Module):
     def matrix(self) -> Matrix:
         return Matrix(self.data, self.scale)
 
-    @property
-    def weight(self) -> Tensor:
-        """The matrix in fp32, made anew each time."""
+    def unpacked(self) -> Tensor:
+        """The matrix in fp32, made anew each time: a call, so that nobody asks for it to learn its type or place."""
         return unpack(self.matrix).float()
 
 
@@ -113,7 +112,7 @@ class PackedLinear(Packed):
         self.bias = bias
 
     def forward(self, x: Tensor) -> Tensor:  # (..., D) -> (..., N)
-        return F.linear(x, self.weight, self.bias)
+        return F.linear(x, self.unpacked(), self.bias)
 
 
 class PackedEmbedding(Packed):

@@ -128,6 +128,15 @@ class Transformer(nn.Module):
         if self.config.tie_embeddings:
             self.lm_head.weight = self.token_embedding.weight
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of activations and of the cache: that of the weights, fp32 where their matrices are packed."""
+        return next(self.parameters()).dtype
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.parameters()).device
+
     def forward(
         self,
         ids: Tensor,  # (B, T) int64

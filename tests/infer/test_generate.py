@@ -45,7 +45,7 @@ class ScriptedModel(nn.Module):
         self.config = ModelConfig(
             vocab_size=vocab_size, d_model=2, n_layers=1, n_heads=1, d_ff=1, max_seq_len=max_seq_len
         )
-        self.token_embedding = nn.Embedding(1, 1)
+        self.dtype, self.device = torch.float32, torch.device("cpu")
 
     def hidden(self, ids, positions, cache):
         cache.begin(positions)

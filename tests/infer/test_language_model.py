@@ -14,6 +14,7 @@ from clockhand.errors import ClockhandError
 from clockhand.infer.generate import generate_text
 from clockhand.infer.settings import Sampling
 from clockhand.interop.hf import save_model
+from clockhand.model import packed as packed_model
 from clockhand.model.transformer import Transformer
 
 LIVELY = dict(temperature=1.5, top_p=0.9, max_new_tokens=12)
@@ -103,6 +104,25 @@ def test_weights_are_kept_as_they_are_asked_for(folder):
     exact, rough = clockhand.load(folder).logprobs("the"), clockhand.load(folder, precision="int8").logprobs("the")
     assert [each.logprob for each in rough] == pytest.approx([each.logprob for each in exact], abs=0.5)
     assert rough != exact
+
+
+def test_packed_matrices_are_unpacked_to_multiply_with_or_look_up_and_never_to_be_asked_for_their_type(
+    folder, monkeypatch
+):
+    """A batch of two texts and 4 tokens unpacked the whole embedding 54 times, for its dtype."""
+    packed_lm = clockhand.load(folder, precision="int8")
+    whole = packed_lm.model.token_embedding.data.shape
+    unpackings, calls = [], []
+    unpack = packed_model.unpack
+    counted = lambda matrix: unpackings.append(matrix.data.shape) or unpack(matrix)  # noqa: E731
+    monkeypatch.setattr(packed_model, "unpack", counted)
+    packed_lm.model.lm_head.register_forward_hook(lambda *_: calls.append(1))
+    for asked in (lambda lm: lm.batch(["the", "hands"], max_new_tokens=4), lambda lm: lm.generate("the"), repr):
+        asked(packed_lm)
+    assert calls
+    assert unpackings.count(whole) == len(calls), "the head is tied to the embedding"
+    assert packed_lm.model.dtype == torch.float32
+    assert packed_lm.model.device == torch.device("cpu")
 
 
 def test_a_preset_is_untrained_and_repeats_with_its_seed():
