@@ -18,7 +18,7 @@ demo: $(VENV)/demo.done
 	$(BIN)/clockhand demo
 
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(PYTEST_FLAGS)
 
 test-slow: $(VENV)/dev.done
 	$(BIN)/python -m pytest -m slow

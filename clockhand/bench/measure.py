@@ -25,6 +25,7 @@ import torch
 
 from clockhand.allocator import use_large_pages
 from clockhand.errors import ClockhandError, unknown_name
+from clockhand.probe import matmul_flops
 
 PEERS = {"transformers": "transformers", "llama.cpp": "llama_cpp"}
 """Programs we measure ourselves against, and the package each is imported from."""
@@ -150,7 +151,8 @@ class Limits:
         return self.read_gb_per_s * 1e9 / weight_bytes
 
     def prefill_tok_per_s(self, flops_per_token: float, dtype: torch.dtype = torch.bfloat16) -> float:
-        gflops = self.fp32_gflops if dtype == torch.float32 else self.bf16_gflops
+        # Without bf16 instructions the products of bf16 weights are best made in fp32.
+        gflops = self.fp32_gflops if dtype == torch.float32 else max(self.fp32_gflops, self.bf16_gflops)
         return gflops * 1e9 / flops_per_token
 
     def as_json(self) -> dict[str, float]:
@@ -158,7 +160,10 @@ class Limits:
 
 
 def limits(buffer_bytes: int = 2**29, size: int = 1536, repeats: int = 5) -> Limits:
-    """Measures both walls, each the best of `repeats` (what disturbs can only slow)."""
+    """Measures both walls, each the best of `repeats` (what disturbs can only slow).
+
+    Matrices are of `size` rows, but smaller where products of a type are so slow that it would be waited for.
+    """
     return Limits(
         read_gb_per_s(buffer_bytes, repeats),
         matmul_gflops(torch.float32, size, repeats),
@@ -178,11 +183,8 @@ def read_gb_per_s(buffer_bytes: int = 2**29, repeats: int = 5) -> float:
 
 
 def matmul_gflops(dtype: torch.dtype, size: int = 1536, repeats: int = 5) -> float:
-    """10⁹ floating-point operations a second of a product of two square matrices of `size`."""
-    a, b = torch.randn(size, size).to(dtype), torch.randn(size, size).to(dtype)
-    out = torch.empty_like(a)
-    torch.mm(a, b, out=out)
-    return 2 * size**3 / min(seconds(lambda: torch.mm(a, b, out=out)) for _ in range(repeats)) / 1e9
+    """10⁹ floating-point operations a second of a product of two square matrices of up to `size` rows."""
+    return max(matmul_flops(dtype, largest=size) for _ in range(repeats)) / 1e9
 
 
 # ---- peers ----

@@ -1,8 +1,8 @@
 """What `auto` means on this machine: precision and compilation, chosen by a short measurement.
 
 No table of processors could know it: one CPU multiplies bf16 four times as fast as fp32, the next twice, another only
-through emulation. So some products are made in both, for a tenth of a second. They are the same ones for every model,
-so that the answer is the machine's and does not waver between two runs.
+through emulation. So some products are made in both, for some milliseconds (`probe.py`). They are the same ones for
+every model, so that the answer is the machine's and does not waver between two runs.
 
 A run is settled once. What it was settled to stands in its checkpoints and holds for the whole run, or a resumed run
 would not be bit for bit the straight one.
@@ -10,7 +10,6 @@ would not be bit for bit the straight one.
 
 import dataclasses
 import shutil
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -18,6 +17,7 @@ import torch
 
 from clockhand.config import ModelConfig
 from clockhand.count import training_flops
+from clockhand.probe import matmul_flops
 from clockhand.train.config import TrainConfig
 
 SETTLED = ("dtype", "compile")
@@ -71,21 +71,6 @@ def settle(
             note(f"dtype = bfloat16: its products are {gain:.1f} × as fast as those of fp32 here")
         config = dataclasses.replace(config, dtype="bfloat16" if worth else "float32")
     return config
-
-
-def matmul_flops(dtype: torch.dtype, device: torch.device) -> float:
-    """FLOP/s of (1024, 512)·(512, 2048), the best of ten: what a busy moment slows down does not count."""
-    rows, inner, columns = 1024, 512, 2048
-    x = torch.ones(rows, inner, dtype=dtype, device=device)
-    weight = torch.ones(inner, columns, dtype=dtype, device=device)
-    best = float("inf")
-    for _ in range(10):
-        started = time.perf_counter()
-        x @ weight
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        best = min(best, time.perf_counter() - started)
-    return 2 * rows * inner * columns / best
 
 
 def can_compile(device: torch.device) -> bool:
