@@ -192,6 +192,17 @@ class KVCache:
         held = own - (own - places) % self.capacity  # (n, S): the newest position that belongs in each place
         return positions, positions % self.capacity, (held >= 0) & (own - held < window)
 
+    def advance(self, new_tokens: int) -> None:
+        """Counts `new_tokens` more of every row, whose keys and values the caller has written into `memory`.
+
+        Room for them must have been taken (`allocate`), since nothing is checked here.
+        """
+        lengths = self.lengths
+        lengths += new_tokens
+        if self.config.sliding_window:
+            first = self._store.first[self._rows]
+            torch.maximum(first, lengths - self.capacity, out=first)
+
     def can_truncate(self, length: int) -> bool:
         """Whether `truncate(length)` leaves each row what its next token will look back on."""
         cut = self.lengths > length
