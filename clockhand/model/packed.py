@@ -122,6 +122,11 @@ class PackedEmbedding(Packed):
         return unpack(Matrix(self.data[ids], self.scale[ids] if self.scale.numel() else self.scale)).float()
 
 
+def weight_of(layer: nn.Module) -> Tensor:
+    """The matrix of a linear layer or an embedding, packed or not; a packed one is unpacked by this call."""
+    return layer.unpacked() if isinstance(layer, Packed) else layer.get_parameter("weight")
+
+
 def precision_of(model: nn.Module) -> str:
     """bf16, int8 or int4 of a packed model; fp32 of any other, whatever type its weights have."""
     first = next((module for module in model.modules() if isinstance(module, Packed)), None)

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from clockhand.data.loader import IGNORE_INDEX, Batch
+from clockhand.model.packed import weight_of
 from clockhand.model.transformer import Transformer
 
 LOGITS_AT_ONCE = 2**22
@@ -130,4 +131,4 @@ def batch_loss(model: Transformer, batch: Batch, dtype: str = "float32") -> tupl
     documents = None if batch.documents is None else batch.documents.to(device)
     with torch.autocast(device.type, torch.bfloat16, enabled=dtype == "bfloat16"):
         hidden, balance_loss = model.hidden(batch.ids.to(device), documents=documents)
-        return linear_cross_entropy(hidden, model.lm_head.weight, batch.targets.to(device)), balance_loss
+        return linear_cross_entropy(hidden, weight_of(model.lm_head), batch.targets.to(device)), balance_loss

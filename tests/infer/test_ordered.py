@@ -43,6 +43,8 @@ def test_whatever_the_order_and_the_sizes_the_product_is_the_same(outputs, width
 def test_a_row_has_the_same_bits_beside_any_others(dtype):
     if type(order := order_of(config(), dtype)) is Unsorted:
         pytest.skip("F.linear promises no such thing")
+    if type(order) is OneDNN and dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported():
+        pytest.skip("oneDNN takes tiles for many rows and not for few")
     torch.manual_seed(0)
     (matrix,) = order.sort(torch.randn(1, 150, 512).to(dtype))
     x = torch.randn(70, 512).to(dtype)
