@@ -565,6 +565,9 @@ def generate(
     explain: Annotated[
         bool, typer.Option("--explain", help="What each stage of the sampling did to the candidates of each token.")
     ] = False,
+    explain_route: Annotated[
+        bool, typer.Option("--explain-route", help="Say which way the tokens take through the model, and why.")
+    ] = False,
     logprobs: Annotated[
         int | None,
         typer.Option(help="With --json: how probable the model found each token, and so many of the best."),
@@ -576,6 +579,7 @@ def generate(
     """Continue a text. One prompt streams as it is written; several prompts or completions print when done."""
     from clockhand.infer.generate import generate_text, prompt_ids, stream
     from clockhand.infer.language_model import moved
+    from clockhand.infer.routes import route_of
     from clockhand.infer.stretch import stretched
     from clockhand.train.run_folder import trained_seq_len
 
@@ -607,6 +611,11 @@ def generate(
         "explain": explain,
     }
     several = prompts_file is not None or n > 1
+    route = route_of(network, len(prompts) * n, explain=explain)
+    if explain_route:
+        say(f"route {route}")
+    elif network.dtype.itemsize == 2:  # as most models of others are
+        say(f"note: the weights are stored in {str(network.dtype).removeprefix('torch.')}; tokens take the {route}")
     if as_json or several:
         from clockhand.infer.explain import as_json as explanation_as_json
         from clockhand.infer.explain import render

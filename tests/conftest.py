@@ -1,6 +1,5 @@
 """What all tests share."""
 
-import os
 import signal
 from pathlib import Path
 
@@ -23,9 +22,3 @@ def shared_data() -> Path:
     if not SHARED_DATA.is_dir():
         pytest.skip("needs the sample files in ../shared/data")
     return SHARED_DATA
-
-
-@pytest.fixture(scope="session", autouse=True)
-def no_graphs_of_others(tmp_path_factory) -> None:
-    """What is compiled where it lies ready must not depend on what this machine's user has compiled before."""
-    os.environ["CLOCKHAND_CACHE"] = str(tmp_path_factory.mktemp("cache"))

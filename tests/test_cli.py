@@ -351,6 +351,15 @@ def test_ids_may_be_made_likely_forbidden_or_ends(run, trained):
     assert 70 not in least["ids"][:2]
 
 
+def test_the_route_is_told_when_asked_for_and_the_text_is_the_same(run, trained):
+    asked = ("--prompt", "Once", "--max-new-tokens", 5)
+    code, text, told = run("generate", trained, *asked, "--explain-route")
+    assert code == 0
+    assert re.search(r"^route (step: \S+, fp32 matrices|reference: the step in C\+\+ is not here)", told, re.M)
+    assert run("generate", trained, *asked)[1] == text
+    assert "route reference: explanations" in run("generate", trained, *asked, "--explain-route", "--explain")[2]
+
+
 def test_explain_and_logprobs_tell_of_the_same_text(run, trained):
     options = ("generate", trained, "--prompt", "Note", "--max-new-tokens", 3, "--top-k", 5, "--seed", 2)
     plain = json.loads(run(*options, "--json")[1])

@@ -12,13 +12,14 @@ from typing import Any
 
 import torch
 
-from clockhand.bench.measure import Limits, Machine, Measured, limits, machine
+from clockhand.bench.measure import Limits, Machine, Measured, machine
 from clockhand.errors import ClockhandError
+from clockhand.model.packed import packed
 from clockhand.model.transformer import Transformer
 from clockhand.presets import build
 
 GGUF_DTYPES = {"fp32": "f32", "bf16": "bf16", "int8": "q8_0"}
-"""Our precisions, and the nearest that llama.cpp has."""
+"""Our precisions, and the nearest that llama.cpp has; int4's, q4_0, it makes itself of the first."""
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -70,6 +71,10 @@ class Contest:
         self.model = Transformer(build(preset, **changes)).eval()
         self.config = self.model.config
 
+    def packed(self, precision: str) -> Transformer:
+        """The model with its matrices in `precision`."""
+        return packed(self.model, precision)
+
     def hugging_face(self) -> Path:
         """The folder of the model, written when it is first asked for."""
         from clockhand.data.tokenizer import Tokenizer
@@ -84,7 +89,11 @@ class Contest:
         from clockhand.interop.formats import export_model
 
         file = self._folder / f"{precision}.gguf"
-        if not file.exists():
+        if not file.exists() and precision == "int4":
+            from clockhand.bench.peers import quantize_in_llama_cpp
+
+            quantize_in_llama_cpp(self.gguf("fp32"), file)
+        elif not file.exists():
             export_model(self.hugging_face(), "gguf", file, GGUF_DTYPES[precision])
         return file
 
@@ -99,6 +108,3 @@ def check_fits(contest: Contest, tokens: int) -> None:
     longest = contest.config.max_seq_len
     if tokens > longest:
         raise ClockhandError(f"the bench needs {tokens} tokens, but {contest.preset} has max_seq_len = {longest}")
-
-
-__all__ = ["GGUF_DTYPES", "TORCH_DTYPES", "Contest", "Report", "check_fits", "contest", "limits", "report"]

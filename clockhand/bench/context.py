@@ -1,12 +1,17 @@
 """What a token costs as the text behind it grows, up to 8,192 tokens: the bytes of the cache at the memory's speed?"""
 
+import statistics
 from pathlib import Path
+
+import torch
 
 from clockhand.bench.contest import Report, contest, report
 from clockhand.bench.measure import Measured, limits, seconds
 from clockhand.disk import new_file
 from clockhand.errors import ClockhandError
-from clockhand.infer.decode import Decoder
+from clockhand.infer.generate import stream
+from clockhand.infer.settings import GREEDY
+from clockhand.model.transformer import Transformer
 
 LENGTHS = (64, 1024, 2048, 4096, 8192)
 BEGINNINGS = (64, 1024)
@@ -20,19 +25,12 @@ def run(preset: str, peers: list[str], rounds: int = 3, steps: int = 8) -> Repor
     """
     with contest(preset, max_seq_len=LENGTHS[-1] + 64) as work:
         walls, config = limits(), work.config
-        decoder = Decoder(work.model, "fp32", compile_prompt=False)
         times: dict[str, list[float]] = {f"at {length:,}": [] for length in LENGTHS}
         for _ in range(rounds):
             for length in LENGTHS:
-                decoder.truncate(0)
-                decoder._reserve(length + steps)
-                decoder.length = length  # an empty past costs as much to read as any other
-                decoder.truncate(length)
-                decoder.step(1)
-                taken = seconds(lambda: [decoder.step(1) for _ in range(steps - 1)])
-                times[f"at {length:,}"].append(1000 * taken / (steps - 1))
+                times[f"at {length:,}"].append(ms_a_token(work.model, length, steps))
         results = {name: Measured(tuple(each), "ms") for name, each in times.items()}
-        bytes_a_token = 2 * config.n_layers * config.n_kv_heads * config.head_dim * decoder.cache_dtype.itemsize
+        bytes_a_token = 2 * config.n_layers * config.n_kv_heads * config.head_dim * torch.float32.itemsize
         shortest = min(each.median for each in results.values())
         bounds = {
             f"at {length:,}": shortest + 1000 * bytes_a_token * (length - LENGTHS[0]) / (walls.read_gb_per_s * 1e9)
@@ -40,6 +38,13 @@ def run(preset: str, peers: list[str], rounds: int = 3, steps: int = 8) -> Repor
         }
         results |= growth(times, bytes_a_token / walls.read_gb_per_s / 1e6)
         return report("a decode step against context length", preset, results, bounds, walls)
+
+
+def ms_a_token(model: Transformer, behind: int, steps: int) -> float:
+    """Of the tokens of `stream` after the first one, which reads the prompt; their median."""
+    pieces = stream(model, [[1] * (behind - 1)], GREEDY, max_new_tokens=steps + 1)
+    next(pieces)
+    return 1000 * statistics.median(seconds(lambda: next(pieces)) for _ in range(steps))
 
 
 def growth(times: dict[str, list[float]], ms_a_token: float) -> dict[str, Measured]:

@@ -3,8 +3,13 @@
 from collections.abc import Callable
 
 from clockhand.bench.contest import TORCH_DTYPES, Report, check_fits, contest, report
-from clockhand.bench.measure import alternate, limits
-from clockhand.infer.decode import Decoder
+from clockhand.bench.measure import alternate, limits, seconds
+from clockhand.infer.generate import stream
+from clockhand.infer.kernels.library import library
+from clockhand.infer.kernels.weights import packed_for
+from clockhand.infer.settings import GREEDY
+from clockhand.model.packed import PRECISIONS
+from clockhand.model.transformer import Transformer
 
 PROMPT = [1, 2, 3, 4]
 
@@ -14,10 +19,10 @@ def run(preset: str, peers: list[str], rounds: int = 5, new_tokens: int = 96) ->
         check_fits(work, len(PROMPT) + new_tokens)
         contestants: dict[str, Callable[[], float]] = {}
         bounds, walls, few = {}, limits(), max(new_tokens // 4, 1)
-        for precision in ("fp32", "bf16", "int8"):
-            decoder = Decoder(work.model, precision, exact=True)  # the step that `generate` takes, and warm for it
-            contestants[f"clockhand {precision}"] = ours(decoder, new_tokens)
-            bounds[f"clockhand {precision}"] = walls.decode_tok_per_s(decoder.info.weight_bytes)
+        for precision in PRECISIONS:
+            model = work.packed(precision)
+            contestants[f"clockhand {precision}"] = lambda model=model: ours(model, PROMPT, new_tokens)  # type: ignore[misc]
+            bounds[f"clockhand {precision}"] = walls.decode_tok_per_s(bytes_a_token(model))
             if "llama.cpp" in peers:
                 from clockhand.bench.peers import InLlamaCpp
 
@@ -31,18 +36,13 @@ def run(preset: str, peers: list[str], rounds: int = 5, new_tokens: int = 96) ->
         return report("decode, one stream", preset, alternate(contestants, rounds), bounds, walls)
 
 
-def ours(decoder: Decoder, new_tokens: int) -> Callable[[], float]:
-    from clockhand.bench.measure import seconds
+def ours(model: Transformer, prompt: list[int], new_tokens: int) -> float:
+    """Tokens a second of `stream`, without the first one, which reads the prompt."""
+    pieces = stream(model, [prompt], GREEDY, max_new_tokens=new_tokens + 1)
+    next(pieces)
+    return new_tokens / seconds(lambda: list(pieces))
 
-    def once() -> float:
-        decoder.truncate(0)
-        first = int(decoder.read(PROMPT).argmax())
 
-        def steps() -> None:
-            id = first
-            for _ in range(new_tokens):
-                id = int(decoder.step(id).argmax())
-
-        return new_tokens / seconds(steps)
-
-    return once
+def bytes_a_token(model: Transformer) -> int:
+    """Bytes of weights that a token of one stream reads."""
+    return packed_for(model, library()).bytes_a_token

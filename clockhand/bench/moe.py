@@ -1,10 +1,9 @@
 """A mixture of experts beside a dense model of as many active parameters: what the choosing costs."""
 
 from clockhand.bench.contest import Report, contest, report
-from clockhand.bench.decode import ours
+from clockhand.bench.decode import PROMPT, bytes_a_token, ours
 from clockhand.bench.measure import alternate, limits
 from clockhand.errors import ClockhandError
-from clockhand.infer.decode import Decoder
 
 DENSE = {"minimind-3-moe": "minimind-3"}
 """63,936,768 active parameters beside 63,912,192."""
@@ -22,8 +21,7 @@ def run(preset: str, peers: list[str], rounds: int = 5, new_tokens: int = 48) ->
     twin = dense_twin(preset)
     with contest(preset, max_seq_len=1024) as moe, contest(twin, max_seq_len=1024) as dense:
         walls, contestants, bounds = limits(), {}, {}
-        for label, model in ((preset, moe.model), (twin, dense.model)):
-            decoder = Decoder(model, "bf16")
-            contestants[label] = ours(decoder, new_tokens)
-            bounds[label] = walls.decode_tok_per_s(decoder.info.weight_bytes)
+        for label, model in ((preset, moe.packed("bf16")), (twin, dense.packed("bf16"))):
+            contestants[label] = lambda model=model: ours(model, PROMPT, new_tokens)
+            bounds[label] = walls.decode_tok_per_s(bytes_a_token(model))
         return report("decode, experts and dense, bf16", preset, alternate(contestants, rounds), bounds, walls)

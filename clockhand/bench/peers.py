@@ -117,6 +117,17 @@ class InLlamaCpp:
         return int(np.ctypeslib.as_array(logits, shape=(self.vocab_size,)).argmax())
 
 
+def quantize_in_llama_cpp(source: Path, target: Path) -> None:
+    """Writes the GGUF file `source` once more with all its matrices in q4_0."""
+    import llama_cpp as c
+
+    _quiet_llama()
+    params = c.llama_model_quantize_default_params()
+    params.ftype, params.pure, params.nthread = c.LLAMA_FTYPE_MOSTLY_Q4_0, True, torch.get_num_threads()
+    if c.llama_model_quantize(str(source).encode(), str(target).encode(), ctypes.byref(params)) != 0:
+        raise RuntimeError(f"llama.cpp could not quantize {source}")
+
+
 _silence: list[Any] = []
 
 

@@ -4,7 +4,9 @@ from collections.abc import Callable
 
 from clockhand.bench.contest import TORCH_DTYPES, Report, check_fits, contest, report
 from clockhand.bench.measure import alternate, limits, seconds
-from clockhand.infer.decode import Decoder
+from clockhand.infer.generate import stream
+from clockhand.infer.settings import GREEDY
+from clockhand.model.transformer import Transformer
 
 TOKENS = 512
 
@@ -17,8 +19,8 @@ def run(preset: str, peers: list[str], rounds: int = 7) -> Report:
         walls, bounds = limits(), {}
         flops = 2 * sum(each.numel() for each in work.model.parameters())
         for precision, dtype in TORCH_DTYPES.items():
-            decoder = Decoder(work.model, precision, compile=False, compile_prompt=True)
-            contestants[f"clockhand {precision}"] = lambda decoder=decoder: once(decoder, ids)  # type: ignore[misc]
+            model = work.packed(precision)
+            contestants[f"clockhand {precision}"] = lambda model=model: ours(model, ids)  # type: ignore[misc]
             bounds[f"clockhand {precision}"] = walls.prefill_tok_per_s(flops, dtype)
             if "llama.cpp" in peers:
                 from clockhand.bench.peers import InLlamaCpp
@@ -33,6 +35,6 @@ def run(preset: str, peers: list[str], rounds: int = 7) -> Report:
         return report(f"prefill of {TOKENS}", preset, alternate(contestants, rounds), bounds, walls)
 
 
-def once(decoder: Decoder, ids: list[int]) -> float:
-    decoder.truncate(0)
-    return len(ids) / seconds(lambda: decoder.read(ids))
+def ours(model: Transformer, ids: list[int]) -> float:
+    """Tokens of the prompt over the time to the first piece of `stream`."""
+    return len(ids) / seconds(lambda: list(stream(model, [ids], GREEDY, max_new_tokens=1)))

@@ -17,30 +17,32 @@ Threads: `submit` and `cancel` may be called from any thread, at any time; `step
 second one is refused. There is nothing to close: an engine that nobody holds is gone, with its memory.
 """
 
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from clockhand.errors import ClockhandError
-from clockhand.infer.fused import ROWS, best_runner, copied_bytes, is_fusible, is_worth_compiling
-from clockhand.infer.graphs import compiler
+from clockhand.infer.kernels.library import library
+from clockhand.infer.kernels.runner import StepRunner, step_runner
+from clockhand.infer.kernels.weights import fingerprint, packed_for, step_precision, versions
 from clockhand.infer.logprobs import TokenLogprob, token_logprobs
+from clockhand.infer.routes import route_of
 from clockhand.infer.runner import ReferenceRunner, Runner
 from clockhand.infer.sampling import best, next_token_probabilities, sample
 from clockhand.infer.scheduler import Request, Running, Scheduler
 from clockhand.infer.settings import Sampling
-from clockhand.model.packed import packed, precision_of
+from clockhand.model.packed import packed
 from clockhand.model.transformer import Transformer
 
 __all__ = ["Engine", "Event", "Request", "engine_for"]
 
+ROWS = 32
+"""Texts that an engine of `engine_for` continues at a time."""
 MEMORY = 2**31
-"""Bytes of keys and values that `engine_for` takes at most."""
+"""Bytes of keys and values that it takes at most, unless a single text needs more."""
 CHUNK = 512
 """Ids of prompts that it reads in one step."""
 
@@ -61,6 +63,8 @@ class Event:
     """Where the request asked for logprobs, and an id was drawn."""
 
 
+MakeRunner = Callable[[Transformer, int, int, int], Runner]
+"""Of a model, slots, tokens a slot and the most ids of a row."""
 _Draw = tuple[int, Running, torch.Generator]
 """The row of logits of a request, itself, and where its random numbers come from."""
 
@@ -79,8 +83,7 @@ class Engine:
         memory_limit: int | None = None,
         known_ids: int | None = None,
         precision: str | None = None,
-        compile: bool | None = None,
-        make_runner: Callable[[Transformer, int, int, int], Runner] | None = None,
+        make_runner: MakeRunner | None = None,
     ) -> None:
         """Takes the memory for `slots` texts of up to `max_seq_len` tokens (the model's), prompt and continuation.
 
@@ -88,14 +91,13 @@ class Engine:
         wait; `memory_limit` the most bytes of keys and values and of weights beside the model's own, beyond which no
         engine is made. Ids from `known_ids` on (the tokenizer's vocab_size) are never drawn. `precision` is what the
         matrices are kept in, fp32, bf16, int8 or int4 (default: as they are); tokens are then those of
-        `packed(model, precision)`. The model is put into evaluation mode.
+        `packed(model, precision)`. The model is put into evaluation mode. `make_runner` puts a runner of one's own in
+        the place of the one that `routes.py` chooses.
 
-        `compile` says whether the step for many is a compiled graph, which takes half a minute the first time; None:
-        only where it lies in the cache folder already, since an engine does not know how long it will run (`engine_for`
-        does). `make_runner` puts another runner in its place.
+        Weights that were changed are seen by the next request: it is refused while others run, else it begins anew.
 
-        Raises `ClockhandError` for numbers that make no engine, one beyond `memory_limit`, a precision that the model
-        cannot have, or a step that must be compiled where there is no C++ compiler.
+        Raises `ClockhandError` for numbers that make no engine, one beyond `memory_limit`, or a precision that the
+        model cannot have.
         """
         config = model.config
         max_seq_len = config.max_seq_len if max_seq_len is None else max_seq_len
@@ -108,13 +110,32 @@ class Engine:
             raise ClockhandError(f"max_seq_len = {max_seq_len} must be at most the model's {config.max_seq_len}")
         if known_ids > config.vocab_size:
             raise ClockhandError(f"known_ids = {known_ids} must be at most the model's vocab_size {config.vocab_size}")
-        if precision is not None:
-            model = packed(model, precision)
         self.max_seq_len = max_seq_len
-        self.slot_bytes = ReferenceRunner.slot_bytes(model, max_seq_len, prefill_chunk)
+        self._given, self._precision, self._make_runner = model, precision, make_runner
+        self._sizes = slots, prefill_chunk, queue_limit, memory_limit
+        self._vocab_size = config.vocab_size
+        self._known_ids = known_ids
+        self._prepare()
+        self._generators: dict[int, torch.Generator] = {}  # of every request that waits or runs
+        self._submitted = 0
+        self._lock = threading.Lock()
+        self._stepping = threading.Lock()
+
+    def _prepare(self) -> None:
+        """Makes the runner and its memory for the weights as they are now."""
+        slots, prefill_chunk, queue_limit, memory_limit = self._sizes
+        self._weights = fingerprint(self._given)
+        model = self._given if self._precision is None else packed(self._given, self._precision)
+        by_step = self._make_runner is None and route_of(model).name == "step"
+        if by_step:
+            self.slot_bytes = StepRunner.slot_bytes(
+                model.config, step_precision(model), self.max_seq_len, min(prefill_chunk, self.max_seq_len)
+            )
+        else:
+            self.slot_bytes = ReferenceRunner.slot_bytes(model, self.max_seq_len, prefill_chunk)
         """Bytes of keys and values that a slot takes."""
-        self.weight_bytes = copied_bytes(model) if make_runner is None and is_fusible(model) else 0
-        """Bytes of weights in an order of their own, beside those of the model."""
+        self.weight_bytes = packed_for(model, library()).nbytes if by_step else 0
+        """Bytes of weights in the order of the step, beside those of the model; all its engines share them."""
         if memory_limit is not None and slots * self.slot_bytes + self.weight_bytes > memory_limit:
             beside = f" and {self.weight_bytes:,} of ordered weights" if self.weight_bytes else ""
             raise ClockhandError(
@@ -122,16 +143,21 @@ class Engine:
                 f"memory_limit = {memory_limit:,}, which has room for "
                 f"{max(0, memory_limit - self.weight_bytes) // self.slot_bytes}"
             )
+        make = self._make_runner or (step_runner if by_step else ReferenceRunner)
+        self._runner = make(model, slots, self.max_seq_len, prefill_chunk)
         model.eval()
-        self._vocab_size = config.vocab_size
-        self._known_ids = known_ids
-        make_runner = make_runner or partial(best_runner, compile=compile)
-        self._runner = make_runner(model, slots, max_seq_len, prefill_chunk)
+        self._given.eval()
         self._scheduler = Scheduler(slots, prefill_chunk, queue_limit, self._runner.shares)
-        self._generators: dict[int, torch.Generator] = {}  # of every request that waits or runs
-        self._submitted = 0
-        self._lock = threading.Lock()
-        self._stepping = threading.Lock()
+
+    def _see_weights(self) -> None:
+        """Begins anew where the weights have changed. Raises `ClockhandError` while requests are on their way."""
+        if not self.idle:
+            if versions(self._given) != self._weights[0]:
+                raise ClockhandError(
+                    "the model's weights have changed while requests run: submit when the engine is idle"
+                )
+        elif fingerprint(self._given) != self._weights:
+            self._prepare()
 
     @property
     def kv_bytes(self) -> int:
@@ -172,6 +198,7 @@ class Engine:
         running = Running(number=0, request=request, ids=list(request.ids))
         generator = torch.Generator().manual_seed(request.seed)
         with self._lock:
+            self._see_weights()
             running.number = self._submitted
             self._scheduler.submit(running)
             self._submitted += 1
@@ -321,38 +348,17 @@ def _draw_alike(logits: Tensor, group: Sequence[_Draw]) -> list[int | str]:
         return [str(error)] if len(group) == 1 else [_draw_alike(logits, [one])[0] for one in group]
 
 
-# ---- whether to take it ----
+def engine_for(model: Transformer, texts: int, reach: int, known_ids: int) -> Engine:
+    """An engine for so many `texts` of up to `reach` tokens in all, each with a request.
 
-
-def engine_for(model: nn.Module, new_tokens: Sequence[int], reach: int, known_ids: int) -> Engine | None:
-    """An engine where it is the faster way to texts of `new_tokens` each and up to `reach` in all, else None.
-
-    It is for two texts and more of a model in fp32, or packed, that `is_fusible`; the step is compiled where it lies in
-    the cache folder or the texts are long enough to repay it. It has up to 32 slots, fewer where they took more than
-    2 GiB; texts beyond them wait. Activations and cache are fp32, as without it.
+    It has up to 32 slots, fewer where they took more than 2 GiB; texts beyond them wait.
     """
-    if len(new_tokens) < 2 or not isinstance(model, Transformer) or not is_fusible(model):
-        return None
-    if precision_of(model) == "fp32" and model.dtype != torch.float32:
-        return None
-    room = MEMORY // ReferenceRunner.slot_bytes(model, reach, CHUNK)
-    slots = min(len(new_tokens), ROWS, room)
-    if slots < 2:
-        return None
-    make = partial(
-        Engine,
+    room = MEMORY // StepRunner.slot_bytes(model.config, step_precision(model), reach, min(CHUNK, reach))
+    return Engine(
         model,
-        slots=slots,
+        slots=max(1, min(texts, ROWS, room)),
         max_seq_len=reach,
         prefill_chunk=CHUNK,
-        queue_limit=len(new_tokens),
+        queue_limit=texts,
         known_ids=known_ids,
     )
-    steps = max(max(new_tokens), sum(new_tokens) // slots)
-    if not is_worth_compiling(model.config, steps) or compiler() is None:
-        return make()
-    try:
-        return make(compile=True)
-    except ClockhandError as error:  # the cache folder cannot be written, say
-        print(f"note: {error}: text is generated by a step that is not compiled", file=sys.stderr)
-        return make(compile=False)

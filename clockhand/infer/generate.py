@@ -1,4 +1,4 @@
-"""Text out of a model, one token after another: the plain way, which every faster way must equal.
+"""Text out of a model, one token after another: the reference, which every faster way must equal.
 
 A step reads downward: run the model on what its cache has not seen (at first the whole prompt, then one token a row),
 draw one token for each row that still runs, hand it out. Prompts of different lengths are padded on the left:
@@ -27,13 +27,13 @@ from torch import Tensor
 from clockhand.config import ModelConfig
 from clockhand.data.tokenizer import StreamDecoder, Tokenizer
 from clockhand.errors import ClockhandError
-from clockhand.infer.decode import Decoder, decoder_for
 from clockhand.infer.engine import Engine, Request, engine_for
 from clockhand.infer.explain import Explanation, explain
 from clockhand.infer.logprobs import TokenLogprob, token_logprobs
+from clockhand.infer.routes import route_of
 from clockhand.infer.sampling import draw_numbers, look_up, next_token_probabilities
 from clockhand.infer.settings import PLAIN, Sampling
-from clockhand.infer.static import StaticDecoder, static_decoder_for
+from clockhand.infer.static import StaticDecoder
 from clockhand.model.cache import KVCache
 from clockhand.model.transformer import Transformer
 
@@ -59,8 +59,7 @@ class Options(TypedDict, total=False):
     explain: bool
     """Tell for each token drawn what every stage of the sampling did to the candidates."""
     plain: bool
-    """Never the faster ways (a compiled step for one row, an engine for several): their last bits are others, and
-    depend on what has been compiled on this machine."""
+    """Never a faster way than the reference (`routes.py`): the last bits of its logits are others."""
 
 
 @dataclass(frozen=True)
@@ -117,8 +116,8 @@ def stream(
 ) -> Iterator[Piece]:
     """Continues every prompt (its ids), and yields a `Piece` for every token drawn. See `Options` for the settings.
 
-    Several rows go through an engine where that is the faster way (`engine_for`): at most 32 at a time, with one
-    reading of a prompt for all its completions.
+    The way is chosen by `routes.route_of`. By the step in C++ at most 32 rows go on at a time, and a prompt is read
+    once for all its completions.
 
     With a tokenizer pieces have text, no id is drawn that it does not know, and an empty prompt begins from its bos
     token. A setting or a prompt that cannot be honoured raises `ClockhandError` here, before the first piece is asked
@@ -339,25 +338,20 @@ def _pieces(
     explaining: bool,
     plain: bool,
 ) -> Iterator[Piece]:
-    """The loop, unless an engine is the faster way."""
+    """The way that `routes.py` chooses. The loop below is the reference, with the model's own blocks."""
     going = [row for row in rows if row.finish_reason is None]
-    if not plain and not explaining and len(going) > 1:
-        with _evaluating(model):
-            engine = engine_for(
-                model, [row.reach - len(row.ids) for row in going], max(row.reach for row in going), known_ids
-            )
-        if engine is not None:
-            yield from _pieces_of_engine(engine, rows, sampling, logprobs)
-            return
+    route = route_of(model, len(going), plain, explaining)
+    if route.name == "step" and going:
+        with _modes_of(model):
+            engine = engine_for(model, len(going), max(row.reach for row in going), known_ids)
+        yield from _pieces_of_engine(engine, rows, sampling, logprobs)
+        return
     for batch in _batches(model.config, rows):
         for row in batch:
             if row.finish_reason is not None:  # no room for a first token
                 yield Piece(row.number, None, "", row.finish_reason)
         cache = KVCache(model.config, len(batch), max(row.reach for row in batch), model.dtype, model.device)
-        decoder: Decoder | StaticDecoder | None = None
-        if len(batch) == 1 and not plain:
-            fast = static_decoder_for if model.device.type == "cuda" else decoder_for
-            decoder = fast(model, batch[0].reach, batch[0].reach - len(batch[0].ids))
+        decoder = StaticDecoder(model, batch[0].reach) if route.name == "graph" and going else None
         while running := [number for number, row in enumerate(batch) if row.finish_reason is None]:
             # On the CPU from here on, so that a seed means the same draws on every device.
             if decoder is not None:  # the same logits, sooner
@@ -459,8 +453,15 @@ def left_padded(rows: Sequence[Sequence[int]], starts: Sequence[int]) -> tuple[T
 @contextmanager
 def _evaluating(model: Transformer) -> Iterator[None]:
     """Evaluation mode, and afterwards for every module the one it was in."""
+    with _modes_of(model):
+        model.eval()
+        yield
+
+
+@contextmanager
+def _modes_of(model: Transformer) -> Iterator[None]:
+    """Afterwards every module is in training or evaluation as it was before."""
     modes = {module: module.training for module in model.modules()}
-    model.eval()
     try:
         yield
     finally:

@@ -25,10 +25,12 @@ from clockhand.count import total_parameters
 from clockhand.data.tokenizer import Tokenizer
 from clockhand.errors import ClockhandError, unknown_name
 from clockhand.infer.generate import Options, generate_text, prompt_ids, stream
+from clockhand.infer.kernels.library import library
+from clockhand.infer.kernels.weights import drop_weights, step_precision
 from clockhand.infer.logprobs import TokenLogprob, token_logprobs
+from clockhand.infer.routes import Route, route_of
 from clockhand.infer.settings import Sampling
 from clockhand.infer.stretch import stretched
-from clockhand.infer.weights import keep_weights
 from clockhand.interop.hf import end_ids, find_model_folder, load_model
 from clockhand.model.packed import check_precision, packed, precision_of
 from clockhand.model.transformer import Transformer
@@ -76,12 +78,11 @@ class LanguageModel:
 
     def __init__(self, model: Transformer, tokenizer: Tokenizer, stop_ids: Sequence[int] | None = None) -> None:
         """`stop_ids` end a text; None means the tokenizer's end token. The model is set to evaluation, and must stay
-        so while threads share it; its weights must change no more, since decoders copy them once."""
+        so while threads share it. Weights that change are seen by the next call."""
         if tokenizer.vocab_size > model.config.vocab_size:
             sizes = f"{tokenizer.vocab_size} ids, more than vocab_size = {model.config.vocab_size}"
             raise ClockhandError(f"the tokenizer has {sizes} of the model")
         self.model = model.eval()
-        keep_weights(self.model)
         self.tokenizer = tokenizer
         self.stop_ids = stop_ids
 
@@ -91,9 +92,14 @@ class LanguageModel:
 
     def __repr__(self) -> str:
         parameters = total_parameters(self.config)
-        own = precision_of(self.model)
+        own = step_precision(self.model) if self.route.name == "step" else precision_of(self.model)
         weights = str(self.model.dtype).removeprefix("torch.") if own == "fp32" else own
         return f"<LanguageModel: {parameters:,} parameters in {weights}, {self.tokenizer.vocab_size:,} ids>"
+
+    @property
+    def route(self) -> Route:
+        """The way that tokens of one text take, and why."""
+        return route_of(self.model)
 
     @overload
     def generate(self, prompt: str, *, n: None = None, **options: Any) -> Text: ...
@@ -110,8 +116,7 @@ class LanguageModel:
     def batch(self, prompts: Sequence[str], **options: Any) -> list[Text]:
         """What follows each of `prompts`, computed together. Prompt r gets the text it gets alone with seed + r.
 
-        At most 32 of them run at a time, and the next begins where one ends, if an engine is the faster way
-        (`engine.engine_for`); its step is compiled where the job is long enough to repay that.
+        At most 32 of them run at a time, and the next begins where one ends.
         """
         if isinstance(prompts, str):
             raise ClockhandError("prompts must be a list of texts; one text is for generate")
@@ -191,6 +196,7 @@ def load(
     rope_scaling: str | None = None,
     rope_factor: float | None = None,
     inference_rope_scaling: bool = False,
+    for_generation: bool = False,
 ) -> LanguageModel:
     """The model of a model or run folder; or of a preset, untrained, which writes noise but has every shape and cost.
 
@@ -198,7 +204,9 @@ def load(
     folder that `clockhand quantize` made has its own). `device` is where they lie, cpu or cuda. `tokenizer` is one, or
     where it is (default: the folder's own; for a preset that of bytes, whose 261 ids the preset must have). A preset's
     weights are drawn with `seed` (default 0), and its vocabulary is its own, or the tokenizer's where it states none. A
-    preset goes before a folder of its name. The rope settings are those of `stretch.stretched`, starting from the
+    preset goes before a folder of its name. With `for_generation` the matrices are held once, in the order in which the
+    step reads them, where `routes.py` takes the step; `logprobs` and training need the model's own and are refused
+    then. The rope settings are those of `stretch.stretched`, starting from the
     length a run was trained with.
     """
     if precision is not None:
@@ -221,7 +229,10 @@ def load(
     model = stretched(model, rope_scaling, rope_factor, inference_rope_scaling, trained)
     if precision is not None:
         model = packed(model, precision)
-    return LanguageModel(moved(model, device), found, stop_ids)
+    model = moved(model, device)
+    if for_generation and route_of(model).name == "step":
+        drop_weights(model, library())
+    return LanguageModel(model, found, stop_ids)
 
 
 def moved(model: Transformer, device: str) -> Transformer:

@@ -6,7 +6,7 @@ Only matrices are rounded: norms, biases, an expert's router and all arithmetic 
 embedding is looked up in the same numbers that the head multiplies by. For one stream the machine reads every weight
 once a token, so the bytes decide the speed, and this tells the price.
 
-The formats themselves are in `model/packed.py`, how their numbers are multiplied at speed in `decode.py`.
+The formats themselves are in `model/packed.py`, how their numbers are multiplied at speed in `kernels/`.
 """
 
 from collections.abc import Iterable

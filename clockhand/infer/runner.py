@@ -2,7 +2,7 @@
 
 `Runner` is all that the engine asks for. `ReferenceRunner` is the plain one, a `Transformer` and a `KVCache` of one row
 a slot: rows of one id run as one batch, in which idle slots are padding, and every longer row runs alone, so that
-nobody is padded to its width. `fused.py` has a faster step for many.
+nobody is padded to its width. `kernels/` has a faster one.
 """
 
 from collections.abc import Sequence

@@ -1,23 +1,17 @@
 """One text on its way through a model, with the logits after each of its ids: what checking a draft needs.
 
-`PlainScorer` is the definition, a `Transformer` and a `KVCache`. `FusedScorer` takes the step of many streams: the ids
-of a draft are rows of it, each of which sees those before it, and cost little more than one. A `Decoder`, faster with
-one id and slower with several, is there for what cannot be fused. `scorer_for` chooses.
+`PlainScorer` is the definition, a `Transformer` and a `KVCache`; `StepScorer` takes the step in C++.
 """
 
-import sys
 from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from clockhand.errors import ClockhandError
-from clockhand.infer.decode import decoder_for
-from clockhand.infer.fused import FusedRunner, is_fusible, is_step_compiled, is_worth_compiling
-from clockhand.infer.graphs import compiler
-from clockhand.infer.scheduler import Row
-from clockhand.model.cache import KVCache
+from clockhand.infer.kernels.runner import step_runner
+from clockhand.infer.routes import route_of
+from clockhand.model.cache import SLACK, KVCache
 from clockhand.model.transformer import Transformer
 
 CHUNK = 512
@@ -78,50 +72,36 @@ class PlainScorer:
         self._cache.truncate(length)
 
 
-class FusedScorer:
-    """A `Scorer` by the compiled step of a `FusedRunner`, for models that are `is_fusible`."""
+class StepScorer:
+    """A `Scorer` by the step in C++: the ids of a draft are rows of one text, and cost little more than one."""
 
-    def __init__(self, model: Transformer, reach: int) -> None:
-        """Raises `ClockhandError` as `FusedRunner` does where its step has to be compiled."""
-        self._runner = FusedRunner(model, 2, reach, min(CHUNK, reach), compile=True)
-        self._text, self._beside = self._runner.text(0), self._runner.text(1)
+    def __init__(self, model: Transformer, reach: int, chunk: int = CHUNK) -> None:
+        self._chunk = min(max(chunk, SLACK + 1), CHUNK, reach)
+        self._runner = step_runner(model, 1, reach, self._chunk)
+        self._runner.open(0, 0, 0, reach)
 
     @property
     def length(self) -> int:
-        return int(self._text.lengths)
+        return self._runner.length(0)
 
     def extend(self, ids: Sequence[int]) -> Tensor:
-        if len(ids) == 1:
-            # The step is for two rows and more. The other one begins a text, so that it looks at nothing but itself.
-            logits = self._runner.run([Row(0, list(ids), self.length), Row(1, list(ids), 0)])
-            self._beside.truncate(0)
-            return logits[0]
         logits = torch.empty(0)
-        for start in range(0, len(ids), CHUNK):
-            logits = self._runner.run([Row(0, list(ids[start : start + CHUNK]), self.length)])
-        return logits[0]
+        for start in range(0, len(ids), self._chunk):
+            logits = self._runner.append(0, ids[start : start + self._chunk])
+        return logits
 
     def score(self, ids: Sequence[int]) -> Tensor:
-        return self._runner.score(0, ids) if len(ids) > 1 else self.extend(ids)[None]
+        return torch.cat([self._runner.score(0, ids[at : at + self._chunk]) for at in range(0, len(ids), self._chunk)])
 
     def can_truncate(self, length: int) -> bool:
-        return self._text.can_truncate(length)
+        return self._runner.can_truncate(0, length)
 
     def truncate(self, length: int) -> None:
-        self._text.truncate(length)
+        self._runner.truncate(0, length)
 
 
-def scorer_for(model: Transformer, reach: int, new_tokens: int, chunk: int = CHUNK, plain: bool = False) -> Scorer:
-    """A scorer for a text of up to `reach` tokens, `new_tokens` of them new: one whose step is compiled where that lies
-    in the cache folder or so many tokens repay it, unless it must be `plain`."""
-    if plain:
-        return PlainScorer(model, reach, chunk)
-    if is_fusible(model) and (
-        is_step_compiled(model) or (is_worth_compiling(model.config, new_tokens) and compiler() is not None)
-    ):
-        try:
-            return FusedScorer(model, reach)
-        except ClockhandError as error:  # the cache folder cannot be written, say
-            print(f"note: {error}: drafts are checked the plain, slower way", file=sys.stderr)
-            return PlainScorer(model, reach, chunk)
-    return decoder_for(model, reach, new_tokens) or PlainScorer(model, reach, chunk)
+def scorer_for(model: Transformer, reach: int, chunk: int = CHUNK, plain: bool = False) -> Scorer:
+    """A scorer for a text of up to `reach` tokens, by the way that `routes.py` chooses."""
+    if route_of(model, plain=plain).name == "step":
+        return StepScorer(model, reach, chunk)
+    return PlainScorer(model, reach, chunk)

@@ -99,9 +99,9 @@ class ModelDrafter:
             return [], None
         needed = len(ids) + most
         if self._scorer is None or needed > self._reach:
-            # How many tokens will come is not known here: room doubles, and nothing is compiled for them.
+            # How many tokens will come is not known here: room doubles.
             self._reach, self._scored = min(max(2 * needed, FIRST_REACH), self.model.config.max_seq_len), []
-            self._scorer = scorer_for(self.model, self._reach, new_tokens=2)
+            self._scorer = scorer_for(self.model, self._reach)
         scorer, scored = self._scorer, self._scored
         same = next((n for n, (a, b) in enumerate(zip(scored, ids)) if a != b), min(len(scored), len(ids)))
         same = min(same, len(ids) - 1)
@@ -195,7 +195,7 @@ class Speculation:
     prefill_chunk: int = 512
     """Ids of the prompt that one call of the plain model reads at most."""
     plain: bool = False
-    """Never the compiled step and the compiled prompt, as in `generate.Options`."""
+    """Never a faster way than the reference, as in `generate.Options`."""
     clock: Callable[[], float] = time.perf_counter
     statistics: Statistics = field(default_factory=Statistics)
 
@@ -228,7 +228,7 @@ class Speculation:
         reach = len(ids) + room
         if room == 0:
             return
-        scorer = scorer_for(self.model, reach, room, self.prefill_chunk, self.plain)
+        scorer = scorer_for(self.model, reach, self.prefill_chunk, self.plain)
         generator = torch.Generator().manual_seed(self.seed)
         while len(ids) < reach:
             started, first = self.clock(), len(ids) == len(self.prompt)

@@ -1,7 +1,7 @@
-"""One text on a GPU: the model's own blocks over a cache that never moves, compiled, recorded once and played back.
+"""One text on a GPU: the model's own blocks over a cache that never moves, recorded once and played back.
 
-A GPU is done with the kernels of a token sooner than Python can ask for them one by one. So the step is compiled, which
-makes the kernels few, and its launches are recorded in a CUDA graph that every token plays back. What is recorded reads
+A GPU is done with the kernels of a token sooner than Python can ask for them one by one. So the
+step's launches are recorded in a CUDA graph that every token plays back; nothing is compiled. What is recorded reads
 and writes fixed addresses, hence
 
     keys, values      room for all tokens the text may ever have, zeros until they are written
@@ -9,7 +9,7 @@ and writes fixed addresses, hence
     mask              the rule of `model/attend.py` as it stands: a place that is not written yet lies in the future
 
 No arithmetic is written here. The same code runs on a CPU, where the tests compare it with the plain model and nothing
-is recorded; a CPU's own fast way is `decode.py`. There was no GPU to write this on: recording and playing back have
+is recorded; a CPU's own fast way is `kernels/`. There was no GPU to write this on: recording and playing back have
 never been run.
 """
 
@@ -19,18 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from clockhand.config import ModelConfig
 from clockhand.errors import ClockhandError
 from clockhand.infer.reach import check_ids, checked_reach
-from clockhand.infer.step import compile_seconds
 from clockhand.model.attend import Visibility
 from clockhand.model.rope import rotation
 from clockhand.model.transformer import Transformer
 
 CHUNK = 512
 """Tokens of a prompt read at once."""
-MODELS = 256
-"""Shapes of models that one process may compile a step for; torch would give up after 8."""
 
 
 class StaticStep(nn.Module):
@@ -76,12 +72,11 @@ class StaticDecoder:
     """One text on its way through a model, which may be on a GPU. Not for two threads at once."""
 
     @torch.no_grad()
-    def __init__(self, model: Transformer, reach: int | None = None, backend: str = "inductor") -> None:
+    def __init__(self, model: Transformer, reach: int | None = None) -> None:
         """`reach` (default: the model's max_seq_len) is the most tokens the text may have; memory for all is taken now.
 
-        `backend` is what torch compiles the step with; "eager" runs it as it is written. The model is put into
-        evaluation mode. Raises `ClockhandError` for experts, whose choice of weights no graph can hold, and for a
-        reach that the model cannot have.
+        The model is put into evaluation mode. Raises `ClockhandError` for experts, whose choice of weights no graph can
+        hold, and for a reach that the model cannot have.
         """
         config = model.config
         self.config, self.reach, self.length = config, checked_reach(config, reach), 0
@@ -100,11 +95,6 @@ class StaticDecoder:
             self._turned = [each[0] for each in rotation(config, self._places, lengths)]
         self._id, self._position = torch.zeros(2, 1, 1, dtype=torch.int64, device=model.device)
         self._plain = StaticStep(model).eval()
-        self._compiled = torch.compile(self._plain, backend=backend, fullgraph=True)
-        for each in (*self._keys, *self._values, self._places):  # one graph for texts of any reach
-            torch._dynamo.mark_dynamic(each, 1)
-        for each in self._turned:
-            torch._dynamo.mark_dynamic(each, 0)
         self._recorded: torch.cuda.CUDAGraph | None = None
         self._logits = torch.empty(0)
 
@@ -129,7 +119,7 @@ class StaticDecoder:
         self._id.fill_(id)
         self._position.fill_(self.length)
         if self._id.device.type != "cuda":
-            self._logits = self._run(self._compiled, self._id, self._position)
+            self._logits = self._run(self._plain, self._id, self._position)
         else:
             if self._recorded is None:
                 self._record()
@@ -144,12 +134,10 @@ class StaticDecoder:
 
     def _run(self, step: Callable[..., Tensor], ids: Tensor, positions: Tensor) -> Tensor:
         sees = Visibility(positions, self._places, self.config.sliding_window)
-        torch._dynamo.mark_dynamic(sees.mask, 2)
-        with torch._dynamo.config.patch(recompile_limit=MODELS):
-            return step(self._keys, self._values, self._turned, ids, positions, sees)
+        return step(self._keys, self._values, self._turned, ids, positions, sees)
 
     def _record(self) -> None:
-        """Compiles the step, runs it aside as torch wants it before a recording, and records it.
+        """Runs the step aside as torch wants it before a recording, and records it.
 
         Each run writes the same key and value into the same place, so that running it more often changes nothing.
         """
@@ -157,31 +145,9 @@ class StaticDecoder:
         beside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(beside):
             for _ in range(2):
-                self._run(self._compiled, self._id, self._position)
+                self._run(self._plain, self._id, self._position)
         torch.cuda.current_stream().wait_stream(beside)
         recorded = torch.cuda.CUDAGraph()
         with torch.cuda.graph(recorded):
-            self._logits = self._run(self._compiled, self._id, self._position)
+            self._logits = self._run(self._plain, self._id, self._position)
         self._recorded = recorded
-
-
-# ---- whether to take it ----
-
-
-def is_worth_compiling(config: ModelConfig, new_tokens: int) -> bool:
-    """Whether so many tokens of one text repay compiling and recording.
-
-    A guess, made without a GPU at hand: that of each layer's launches, some 40 at 10 µs, nine tenths are saved.
-    """
-    return new_tokens * 0.36e-3 * config.n_layers > compile_seconds(config)
-
-
-def static_decoder_for(model: Transformer, reach: int, new_tokens: int) -> StaticDecoder | None:
-    """A decoder where it is the faster way to `new_tokens` of one text on a GPU, else None.
-
-    Never for a model in training: the plain way leaves every module in the mode it was in.
-    """
-    on_gpu = model.device.type == "cuda"
-    if not on_gpu or model.training or model.config.is_moe or not is_worth_compiling(model.config, new_tokens):
-        return None
-    return StaticDecoder(model, reach)

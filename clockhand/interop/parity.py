@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -300,7 +300,7 @@ class InLlamaCpp:
         self.exact = gguf.is_f32(file)
         self.versions = {"llama-cpp-python": llama_cpp.__version__}
         _silence_llama_cpp()
-        with _opening("llama.cpp", file):
+        with _opening("llama.cpp", file), _as_stored():
             self._llama = llama_cpp.Llama(
                 str(file),
                 n_ctx=LONGEST_PROMPT + GREEDY_TOKENS,
@@ -376,6 +376,25 @@ def _silence_llama_cpp() -> object:
 
 def _installed(module: str) -> bool:
     return importlib.util.find_spec(module) is not None
+
+
+@contextmanager
+def _as_stored() -> Iterator[None]:
+    """llama.cpp leaves matrices as the file has them; its order for AMX's tiles ends in a crash with small ones."""
+    import llama_cpp.llama_cpp as c
+
+    defaults = c.llama_model_default_params
+
+    def as_stored() -> Any:
+        params = defaults()
+        params.use_extra_bufts = False
+        return params
+
+    c.llama_model_default_params = as_stored
+    try:
+        yield
+    finally:
+        c.llama_model_default_params = defaults
 
 
 def _need(program: str) -> None:

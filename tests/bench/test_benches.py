@@ -16,23 +16,18 @@ WALLS = measure.Limits(read_gb_per_s=10.0, fp32_gflops=100.0, bf16_gflops=200.0)
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
-    """Any preset is a tiny model, and no time goes into measuring the limits or into compiling."""
+    """Any preset is a tiny model, and no time goes into measuring the limits."""
     monkeypatch.setattr(contest, "build", lambda preset, **changes: ModelConfig(**{**SMALL, **changes}))
     for module in (batch, context, decode, prefill):
         monkeypatch.setattr(module, "limits", lambda: WALLS)
-    monkeypatch.setattr(batch, "compiler", lambda: None)
-    as_written = {"compile": False, "compile_prompt": False}
-    for module in (context, decode, prefill):
-        plain = module.Decoder
-        monkeypatch.setattr(module, "Decoder", lambda *given, plain=plain, **named: plain(*given, **named | as_written))
 
 
 @pytest.mark.parametrize(
     ("work", "contestants"),
     [
-        (lambda: decode.run("any", [], 1, 3), ["clockhand fp32", "clockhand bf16", "clockhand int8"]),
+        (lambda: decode.run("any", [], 1, 3), ["clockhand fp32", "clockhand bf16", "clockhand int8", "clockhand int4"]),
         (lambda: prefill.run("any", ["transformers"], 1), ["clockhand fp32", "transformers fp32", "clockhand bf16"]),
-        (lambda: batch.run("any", [], 1, 2), ["clockhand fp32", "clockhand bf16"]),
+        (lambda: batch.run("any", [], 1, 2), ["clockhand fp32", "clockhand bf16", "clockhand int8"]),
         (lambda: context.run("any", [], 1, 2), ["at 64", "at 1,024", "at 8,192"]),
     ],
     ids=["decode", "prefill", "batch", "context"],

@@ -209,9 +209,9 @@ def test_rows_would_differ_if_padding_were_seen(monkeypatch):
 
 def test_rows_under_dynamic_rope_would_differ_if_they_shared_a_cache(monkeypatch):
     model, prompts = small_model(**ARCHITECTURES["dynamic rope"]), [list(range(30)), [7, 8]]
-    right = generate(model, prompts, GREEDY, max_new_tokens=10)
+    right = generate(model, prompts, GREEDY, max_new_tokens=10, plain=True)
     monkeypatch.setattr(generate_module, "_batches", lambda config, rows: [rows])
-    assert generate(model, prompts, GREEDY, max_new_tokens=10)[1] != right[1]
+    assert generate(model, prompts, GREEDY, max_new_tokens=10, plain=True)[1] != right[1]
 
 
 def test_a_row_that_has_ended_is_not_extended_while_others_run():
@@ -308,7 +308,7 @@ def test_what_cannot_be_honoured_is_refused_before_the_first_piece(byte_tokenize
 
 
 def test_an_id_beyond_the_models_vocabulary_is_refused():
-    with pytest.raises(ClockhandError, match="id 64 is outside the vocabulary of 64 ids"):
+    with pytest.raises(ClockhandError, match="64.* is outside the vocabulary of 64 ids"):
         generate(small_model(), [[1, 64]])
 
 

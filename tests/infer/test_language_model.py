@@ -117,7 +117,11 @@ def test_packed_matrices_are_unpacked_to_multiply_with_or_look_up_and_never_to_b
     counted = lambda matrix: unpackings.append(matrix.data.shape) or unpack(matrix)  # noqa: E731
     monkeypatch.setattr(packed_model, "unpack", counted)
     packed_lm.model.lm_head.register_forward_hook(lambda *_: calls.append(1))
-    for asked in (lambda lm: lm.batch(["the", "hands"], max_new_tokens=4), lambda lm: lm.generate("the"), repr):
+    for asked in (
+        lambda lm: lm.batch(["the", "hands"], max_new_tokens=4, plain=True),
+        lambda lm: lm.generate("the", plain=True),
+        repr,
+    ):
         asked(packed_lm)
     assert calls
     assert unpackings.count(whole) == len(calls), "the head is tied to the embedding"

@@ -1,7 +1,6 @@
 """Speculative decoding: the model's own tokens, by fewer calls, for as long as that pays."""
 
 from collections import Counter
-from functools import partial
 from itertools import product
 
 import pytest
@@ -10,12 +9,10 @@ import torch
 from clockhand.config import ModelConfig
 from clockhand.data.tokenizer import Tokenizer
 from clockhand.errors import ClockhandError
-from clockhand.infer import graphs, scorer, speculative
-from clockhand.infer.decode import Decoder
-from clockhand.infer.fused import FusedRunner
+from clockhand.infer import speculative
 from clockhand.infer.generate import generate, stream
 from clockhand.infer.sampling import draw_numbers, look_up, next_token_probabilities
-from clockhand.infer.scorer import FusedScorer, PlainScorer, scorer_for
+from clockhand.infer.scorer import PlainScorer, StepScorer, scorer_for
 from clockhand.infer.settings import GREEDY, PLAIN, Sampling
 from clockhand.infer.speculative import ModelDrafter, NgramDrafter, Payoff, Speculation, speculative_pieces
 from clockhand.model.transformer import Transformer
@@ -81,23 +78,11 @@ def test_greedy_ids_are_those_of_plain_decoding_whether_drafts_are_accepted_or_n
         assert 0 < stats.accepted < stats.drafted
 
 
-def fast_scorer(model, reach, monkeypatch):
-    """What `scorer_for` takes where everything is compiled, but not compiled."""
-    monkeypatch.setattr(scorer, "is_step_compiled", lambda model: True)
-    monkeypatch.setattr(scorer, "FusedRunner", lambda *sizes, compile: FusedRunner(*sizes, compile=False))
-    decoder = partial(Decoder, compile=False, exact=True)
-    monkeypatch.setattr(scorer, "decoder_for", lambda model, reach, new_tokens: decoder(model, reach=reach))
-    return scorer_for(model, reach, new_tokens=2)
-
-
-FAST = {"llama": FusedScorer, "sliding window": FusedScorer, "moe": Decoder, "dynamic rope": Decoder}
-
-
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_fast_scorers_check_drafts_as_the_plain_model_does(kind, monkeypatch):
+def test_the_step_checks_drafts_as_the_plain_model_does(kind):
     model, prompt = small_model(**KINDS[kind]), [3, 1, 4]
     text = plain(model, prompt, max_new_tokens=90)
-    assert type(fast_scorer(model, 93, monkeypatch)) is FAST[kind]
+    assert type(scorer_for(model, 93)) is StepScorer
     wrong = range(10, 100, 7)
     for drafter in (Knows(prompt + text, wrong), ModelDrafter(small_model(seed=1, **KINDS[kind]), GREEDY)):
         run = Speculation(
@@ -108,9 +93,9 @@ def test_the_fast_scorers_check_drafts_as_the_plain_model_does(kind, monkeypatch
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_fast_scorers_score_every_id_and_forget_what_is_cut_off(kind, monkeypatch):
+def test_the_step_scores_every_id_and_forgets_what_is_cut_off(kind):
     model, ids = small_model(**KINDS[kind]), [3, 1, 4, 1, 5, 9, 2, 6]
-    ways = PlainScorer(model, 8), fast_scorer(model, 8, monkeypatch)
+    ways = PlainScorer(model, 8), StepScorer(model, 8)
     for way in ways:
         way.extend(ids[:3])
         way.score([7, 7])
@@ -120,32 +105,8 @@ def test_the_fast_scorers_score_every_id_and_forget_what_is_cut_off(kind, monkey
     assert [way.length for way in ways] == [8, 8]
 
 
-def test_a_plain_speculation_takes_no_fast_scorer(monkeypatch):
-    model = small_model()
-    fast_scorer(model, 8, monkeypatch)
-    assert type(scorer_for(model, 8, new_tokens=5, plain=True)) is PlainScorer
-
-
-def test_where_the_compiled_step_cannot_be_kept_drafts_are_checked_the_plain_way(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("CLOCKHAND_CACHE", str(tmp_path / "file" / "cache"))
-    (tmp_path / "file").write_text("no folder")
-    for module in (scorer, graphs):
-        monkeypatch.setattr(module, "compiler", lambda: "g++")
-    monkeypatch.setattr(scorer, "is_worth_compiling", lambda *ignored: True)
-    assert type(scorer_for(small_model(n_layers=1), 40, new_tokens=30)) is PlainScorer
-    assert "plain, slower way" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_compiled_a_draft_is_scored_as_by_the_plain_model(tmp_path, monkeypatch):
-    monkeypatch.setenv("CLOCKHAND_CACHE", str(tmp_path))
-    model, ids = small_model(n_layers=1), list(range(20))
-    ways = PlainScorer(model, 20), FusedScorer(model, 20)
-    for n in (1, 2, 5):
-        for way in ways:
-            way.truncate(0)
-            way.extend(ids[:9])
-        torch.testing.assert_close(*(way.score(ids[9 : 9 + n]) for way in ways), rtol=1e-4, atol=1e-4)
+def test_a_plain_speculation_takes_the_reference():
+    assert type(scorer_for(small_model(), 8, plain=True)) is PlainScorer
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, Sampling(temperature=0, repetition_penalty=1.3, frequency_penalty=0.5)])

@@ -10,5 +10,5 @@
     runner.py   runs it, with a cache of so many slots
 
 Nothing is compiled while clockhand runs: the libraries come with the wheel, or are built where clockhand is installed
-from its source. An `Engine` takes it as its runner: `make_runner=step_runner` (runner.py).
+from its source. An `Engine` runs by it where `routes.py` says so.
 """

@@ -16,12 +16,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from clockhand.config import ModelConfig
 from clockhand.errors import ClockhandError
 from clockhand.infer.kernels.library import Call, library
-from clockhand.infer.kernels.weights import PackedModel
+from clockhand.infer.kernels.weights import PackedModel, packed_for
 from clockhand.infer.scheduler import Row
 from clockhand.model.cache import KVCache, row_capacity
-from clockhand.model.packed import precision_of
 from clockhand.model.rope import rotation
 from clockhand.model.transformer import Transformer
 
@@ -52,11 +52,10 @@ class StepRunner:
         weakref.finalize(self, functions.free_workspace, self._workspace)
 
     @staticmethod
-    def slot_bytes(model: PackedModel, max_seq_len: int, longest_row: int) -> int:
+    def slot_bytes(config: ModelConfig, precision: str, max_seq_len: int, longest_row: int) -> int:
         """Bytes of keys and values a slot will take."""
-        config = model.config
         values = 2 * config.n_layers * config.n_kv_heads * config.head_dim
-        return row_capacity(config, max_seq_len, longest_row) * values * _cache_dtype(model.precision).itemsize
+        return row_capacity(config, max_seq_len, longest_row) * values * _cache_dtype(precision).itemsize
 
     @property
     def nbytes(self) -> int:
@@ -170,12 +169,10 @@ def _cache_dtype(precision: str) -> torch.dtype:
 
 
 def step_runner(model: Transformer, slots: int, max_seq_len: int, longest_row: int) -> StepRunner:
-    """A `StepRunner` of `model`, its matrices as they are stored; fp16, which the step has not, as fp32.
+    """A `StepRunner` of `model`, whose packed copy all runners of it share.
 
     Raises `ClockhandError` where there is no library for this processor, or the model is not on a CPU.
     """
     if model.device.type != "cpu":
         raise ClockhandError(f"the step in C++ is for a CPU, and the model is on {model.device.type}")
-    precision = "bf16" if model.dtype == torch.bfloat16 else precision_of(model)
-    packed = PackedModel(model, precision, library())
-    return StepRunner(packed, slots, max_seq_len, min(longest_row, max_seq_len))
+    return StepRunner(packed_for(model, library()), slots, max_seq_len, min(longest_row, max_seq_len))

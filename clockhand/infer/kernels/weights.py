@@ -8,6 +8,9 @@ A rounded matrix holds the numbers of `model/packed.py`, in another order.
 """
 
 import ctypes
+import re
+import threading
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,9 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from clockhand.allocator import use_large_pages
+from clockhand.errors import ClockhandError
 from clockhand.infer.kernels.library import MLPS, PRECISIONS, Layer, Library, Matrix, Model, Norm
 from clockhand.model.moe import MixtureOfExperts
-from clockhand.model.packed import GROUP, Packed, pack
+from clockhand.model.packed import GROUP, Packed, PackedEmbedding, PackedLinear, pack, precision_of
 from clockhand.model.packed import Matrix as Stored
 from clockhand.model.transformer import Transformer
 
@@ -195,3 +199,83 @@ class PackedModel:
 
 def _panels_of(vector: Tensor) -> Tensor:
     return vector.view(-1, PANEL)
+
+
+# ---- one packed copy of a model, for all who generate from it ----
+
+Fingerprint = tuple[list[tuple[int, int]], list[float]]
+_kept: "weakref.WeakKeyDictionary[Transformer, tuple[Fingerprint, PackedModel]]" = weakref.WeakKeyDictionary()
+_keeping = threading.RLock()
+SAMPLE = 32
+"""Numbers of a tensor that its fingerprint looks at, beside the count of changes that torch keeps."""
+
+
+def step_precision(model: Transformer) -> str:
+    """The precision in which the step has the matrices of `model`: its own; fp16, which the step has not, as fp32."""
+    if (kept := _dropped(model)) is not None:
+        return kept.precision
+    return "bf16" if model.dtype == torch.bfloat16 else precision_of(model)
+
+
+def packed_for(model: Transformer, library: Library) -> PackedModel:
+    """The packed copy of `model`, made where there is none yet or the weights have changed since.
+
+    It is kept for as long as the model is there, unless that is in training: then its next step changes the weights.
+    """
+    with _keeping:
+        if (dropped := _dropped(model)) is not None:
+            return dropped
+        now = fingerprint(model)
+        made, kept = _kept.get(model, (None, None))
+        if kept is not None and made == now and kept.library is library:
+            return kept
+        fresh = PackedModel(model, step_precision(model), library)
+        if not model.training:
+            _kept[model] = (now, fresh)
+        return fresh
+
+
+def foreign_module(model: Transformer) -> str | None:
+    """The name of a layer with matrices of another kind than clockhand's, an adapter's, say, or None."""
+    known = {nn.Linear, nn.Embedding, PackedLinear, PackedEmbedding, Dropped}
+    matrices = re.compile(r"(_proj|router|lm_head|_embedding)$")
+    return next(
+        (name for name, each in model.named_modules() if matrices.search(name) and type(each) not in known), None
+    )
+
+
+@torch.no_grad()
+def fingerprint(model: Transformer) -> Fingerprint:
+    """What changes when the weights do: where they lie, how often torch wrote there, and a sample of the numbers."""
+    tensors = [*model.parameters(), *model.buffers()]
+    flat = [each.detach().flatten() for each in tensors if each.numel()]
+    sample = [each[:: 1 + len(each) // SAMPLE][:SAMPLE].to("cpu", torch.float32) for each in flat]
+    return versions(model), torch.cat(sample).tolist() if sample else []
+
+
+def versions(model: Transformer) -> list[tuple[int, int]]:
+    """Where the weights lie, and how often torch wrote there."""
+    return [(each.data_ptr(), each._version) for each in (*model.parameters(), *model.buffers())]
+
+
+class Dropped(nn.Module):
+    """Stands where a matrix was that only the step has still."""
+
+    def forward(self, *_: Tensor) -> Tensor:
+        raise ClockhandError("the weights lie in the step alone (for_generation=True), and this needs the model itself")
+
+
+def drop_weights(model: Transformer, library: Library) -> None:
+    """Packs `model` for the step and lets go of its own matrices: it generates from now on, and does nothing else."""
+    with _keeping:
+        packed = packed_for(model.eval(), library)
+        for name, module in list(model.named_modules()):
+            if isinstance(module, nn.Linear | nn.Embedding | Packed):
+                owner, _, leaf = name.rpartition(".")
+                setattr(model.get_submodule(owner), leaf, Dropped())
+        _kept[model] = (fingerprint(model), packed)
+
+
+def _dropped(model: Transformer) -> PackedModel | None:
+    """The packed copy of a model that has no matrices of its own any more."""
+    return _kept[model][1] if isinstance(model.token_embedding, Dropped) else None
