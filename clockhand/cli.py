@@ -25,7 +25,7 @@ import typer
 from clockhand import __version__
 from clockhand.bench import WORKS
 from clockhand.config import ModelConfig, field_docs, field_names, parse_settings
-from clockhand.errors import ClockhandError, unknown_name
+from clockhand.errors import ClockhandError, as_command, unknown_name
 from clockhand.infer.settings import Sampling
 from clockhand.presets import PRESETS
 from clockhand.train.config import TrainConfig
@@ -384,7 +384,7 @@ def train(
         print_certificate(data, preset, changes, config, 3 if kills is None else kills, corpus_settings)
         return
     refuse_idle({"--kills": kills}, "without --prove-resume")
-    out = out or Path("runs") / f"{preset}-{Path(data[0].removeprefix('builtin:')).name.split('.')[0]}"
+    out = out or Path("runs") / f"{preset}-{name_of_data(data[0])}"
 
     check_resume(out, resume)
     reporter = with_logger(make_reporter(), logger, out)
@@ -420,7 +420,7 @@ def train(
     print(
         f"{summary(ended)}\n"
         f"{out / 'final'}: validation loss {result.loss:.4f} nats per token, {result.bits_per_byte:.4f} bits per byte"
-        f"\nnext: clockhand generate {out / 'best' if better else out} --prompt '...'"
+        f"\nnext: {as_command('clockhand', 'generate', out / 'best' if better else out, '--prompt', '...')}"
     )
 
 
@@ -1293,6 +1293,13 @@ def write(text: str) -> None:
     """To stdout, at once: a reader watches it appear."""
     sys.stdout.write(text)
     sys.stdout.flush()
+
+
+def name_of_data(source: str) -> str:
+    """What a run on `source` is called where nothing was said: notes of notes.txt, the folder's own name of `.`."""
+    if source.startswith("builtin:"):
+        return source.removeprefix("builtin:")
+    return Path(source).resolve().name.split(".")[0] or "text"
 
 
 def say(line: str) -> None:

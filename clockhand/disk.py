@@ -1,21 +1,31 @@
 """Writing so that a file or a folder is whole or absent, whenever the process dies and however full the disk is.
 
-Everything is written under a hidden name beside its place, brought to the disk, and renamed. A process that dies leaves
-at most something hidden, which `remove_leftovers` knows.
+Everything is written under a hidden name beside its place, brought to the disk, and renamed. The name is one that no
+other writer has, of this process or another, and a folder's writer holds a lock in it: a process that dies leaves at
+most something hidden that nobody holds, which the next writer of the same folder removes.
 """
 
 import os
 import re
+import secrets
 import shutil
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from clockhand.errors import ClockhandError
-from clockhand.lock import is_running
+from clockhand.lock import is_held, release, take
 
 HIDDEN = ".unfinished"
 REPLACED = ".replaced"
+HOLDER = ".held"
+"""The file in a hidden folder on which its writer has a lock."""
+NEWBORN = 60
+"""Seconds for which a hidden folder that nobody holds may be about to be held."""
+_exchanging = threading.Lock()
+"""Of the threads here, one at a time takes an old folder away and puts the new one there."""
 LEFTOVERS = (f"{HIDDEN}-*", f".*{HIDDEN}-*")
 
 
@@ -26,21 +36,26 @@ def new_folder(folder: Path) -> Iterator[Path]:
     When it does not, nothing has changed. Raises `ClockhandError` for whatever the disk refuses.
     """
     folder = folder.absolute()
-    hidden = folder.parent / f"{HIDDEN}-{os.getpid()}-{folder.name}"
+    hidden = folder.parent / f"{HIDDEN}-{secrets.token_hex(4)}-{folder.name}"
     unfinished, replaced = hidden / folder.name, hidden / REPLACED
     try:
         with _refusals_of_the_disk(folder):
-            unfinished.mkdir(parents=True)
+            remove_leftovers_of(folder)
+            hidden.mkdir(parents=True)
+            take(hidden / HOLDER)
+            unfinished.mkdir()
             yield unfinished
             for path in (*unfinished.iterdir(), unfinished):
                 _to_disk(path)
-            if folder.exists():
-                folder.rename(replaced)
-            unfinished.rename(folder)
+            with _exchanging:
+                if folder.exists():
+                    folder.rename(replaced)
+                unfinished.rename(folder)
             _to_disk(folder.parent)
     finally:
         if replaced.exists() and not folder.exists():
             replaced.rename(folder)
+        release(hidden / HOLDER)
         shutil.rmtree(hidden, ignore_errors=True)
 
 
@@ -50,7 +65,7 @@ def new_file(path: Path) -> Iterator[Path]:
 
     Raises `ClockhandError` for whatever the disk refuses.
     """
-    unfinished = path.with_name(f".{path.name}{HIDDEN}-{os.getpid()}")
+    unfinished = path.with_name(f".{path.name}{HIDDEN}-{secrets.token_hex(4)}")
     try:
         with _refusals_of_the_disk(path):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -80,11 +95,20 @@ def remove_leftovers(root: Path) -> None:
 
 def remove_leftovers_of(folder: Path) -> None:
     """Removes what processes that died while they wrote `folder` have left beside it."""
-    name = re.compile(rf"{re.escape(HIDDEN)}-(\d+)-{re.escape(folder.name)}")
+    name = re.compile(rf"{re.escape(HIDDEN)}-[0-9a-f]+-{re.escape(folder.name)}")
     for path in folder.parent.glob(f"{HIDDEN}-*"):
-        if (match := name.fullmatch(path.name)) and not is_running(int(match[1])):
+        if name.fullmatch(path.name) and _is_nobodys(path):
             _finish_exchange(path)
             shutil.rmtree(path, ignore_errors=True)
+
+
+def _is_nobodys(hidden: Path) -> bool:
+    """Whether the writer of a hidden folder has died. One that has just made it may not hold it yet."""
+    if (hidden / HOLDER).exists():
+        return not is_held(hidden / HOLDER)
+    with suppress(OSError):
+        return time.time() - hidden.stat().st_mtime > NEWBORN
+    return False
 
 
 def _finish_exchange(hidden: Path) -> None:
@@ -92,7 +116,7 @@ def _finish_exchange(hidden: Path) -> None:
     if (hidden / REPLACED).exists():
         for folder in hidden.iterdir():
             place = hidden.parent / folder.name
-            if folder.name != REPLACED and not place.exists():
+            if folder.name not in (REPLACED, HOLDER) and not place.exists():
                 folder.rename(place)
 
 

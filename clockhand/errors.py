@@ -4,6 +4,7 @@ Every message is a single line that names the field, the value, what is allowed 
 command line prints it without a traceback; everything else that escapes is a fault of clockhand and shows its own.
 """
 
+import shlex
 from collections.abc import Iterable
 from difflib import get_close_matches
 
@@ -23,3 +24,12 @@ def unknown_name(what: str, name: str, known: Iterable[str], source: str = "") -
     hint = f"did you mean '{near[0]}'?" if near else f"known: {', '.join(known)}"
     origin = f" (from {source})" if source else ""
     return ClockhandError(f"unknown {what} {name!r}{origin}; {hint}")
+
+
+def as_command(*words: object) -> str:
+    """A command as it can be typed: what has spaces or other signs of the shell's in it is quoted.
+
+    >>> as_command("clockhand", "generate", "runs/my notes")
+    "clockhand generate 'runs/my notes'"
+    """
+    return shlex.join(map(str, words))

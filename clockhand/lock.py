@@ -78,18 +78,6 @@ def _is_still_there(path: Path, file: IO[bytes]) -> bool:
         return False
 
 
-def is_running(process: int) -> bool:
-    """Whether a process of this number lives here. On Windows, where asking would end it, we never say no."""
-    if sys.platform == "win32":
-        return True
-    with contextlib.suppress(PermissionError):  # somebody else's, and alive
-        try:
-            os.kill(process, 0)
-        except (ProcessLookupError, OverflowError):
-            return False
-    return True
-
-
 if sys.platform == "win32":
     import msvcrt
 

@@ -351,6 +351,18 @@ def test_ids_may_be_made_likely_forbidden_or_ends(run, trained):
     assert 70 not in least["ids"][:2]
 
 
+def test_a_run_is_named_after_its_data_and_the_next_command_can_be_typed(run, notes, tmp_path, monkeypatch):
+    """`--data .` wrote to runs/tiny-, and a name with a space was printed as two words."""
+    (tmp_path / "my notes").mkdir()
+    (tmp_path / "my notes" / "0.txt").write_text((notes / "0.txt").read_text() * 3)
+    monkeypatch.chdir(tmp_path / "my notes")
+    code, told, _ = run("train", "--data", ".", *SMALL, *BRIEF, "--vocab-size", "280", "--preset", "tiny")
+    assert code == 0
+    (line,) = [line for line in told.splitlines() if line.startswith("next: ")]
+    assert shlex.split(line)[1:] == ["clockhand", "generate", "runs/tiny-my notes", "--prompt", "..."]
+    assert (tmp_path / "my notes" / "runs" / "tiny-my notes" / "final").is_dir()
+
+
 def test_the_route_is_told_when_asked_for_and_the_text_is_the_same(run, trained):
     asked = ("--prompt", "Once", "--max-new-tokens", 5)
     code, text, told = run("generate", trained, *asked, "--explain-route")

@@ -4,6 +4,7 @@ import errno
 import os
 import subprocess
 import sys
+import threading
 
 import pytest
 
@@ -63,11 +64,45 @@ def test_a_process_that_died_within_the_exchange_leaves_the_new_folder(tmp_path)
     assert everything_in(tmp_path) == {"model/weights": "new"}
 
 
-def test_what_a_dead_process_left_of_a_folder_goes_and_what_a_living_one_makes_stays(tmp_path):
-    dead = subprocess.Popen([sys.executable, "-c", ""])
-    dead.wait()
-    write_text(tmp_path / f".unfinished-{dead.pid}-corpus" / "corpus" / "index.json", "half")
-    write_text(tmp_path / f".unfinished-{dead.pid}-my-corpus" / "my-corpus" / "index.json", "of another")
-    write_text(tmp_path / f".unfinished-{os.getpid()}-corpus" / "corpus" / "index.json", "being written")
-    remove_leftovers_of(tmp_path / "corpus")
-    assert sorted(everything_in(tmp_path).values()) == ["being written", "of another"]
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from clockhand.disk import new_folder
+with new_folder(Path(sys.argv[1])) as unfinished:
+    (unfinished / "weights").write_text("half")
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_what_a_killed_process_left_of_a_folder_goes_with_the_next_writing_whatever_its_number(tmp_path):
+    """The number of a container's process is always the same: its leftover counted as that of a living one."""
+    subprocess.run([sys.executable, "-c", KILLED, str(tmp_path / "corpus")])
+    (left,) = tmp_path.iterdir()
+    write_text(tmp_path / ".unfinished-9-my-corpus" / ".held", "of another folder, and dead")
+    with new_folder(tmp_path / "corpus") as unfinished:
+        assert not left.exists()
+        remove_leftovers_of(tmp_path / "corpus")  # as another process would
+        write_text(unfinished / "index.json", "new")
+    assert sorted(everything_in(tmp_path).values()) == ["new", "of another folder, and dead"]
+
+
+def test_two_threads_that_write_one_folder_leave_one_of_the_two_whole(tmp_path):
+    """Both failed, and the folder was gone."""
+    write_text(tmp_path / "model" / "weights", "old")
+    both, failed = threading.Barrier(2), []
+
+    def write(text):
+        try:
+            with new_folder(tmp_path / "model") as unfinished:
+                both.wait(10)
+                (unfinished / "weights").write_text(text)
+        except Exception as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=write, args=(text,)) for text in ("one", "other")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed
+    assert everything_in(tmp_path) in ({"model/weights": "one"}, {"model/weights": "other"})

@@ -30,7 +30,7 @@ import numpy as np
 from clockhand.config import require
 from clockhand.data.corpora import Oddity, Report, read_documents, sources_fingerprint
 from clockhand.data.tokenizer import Tokenizer
-from clockhand.disk import new_folder, remove_leftovers_of
+from clockhand.disk import new_folder
 from clockhand.errors import ClockhandError, unknown_name
 
 FORMAT, VERSION = "clockhand corpus", 1
@@ -79,7 +79,6 @@ def prepare(settings: CorpusSettings, out: str | Path, progress: Progress | None
     the disk is full. Nothing half made is left behind.
     """
     out = Path(out).absolute()
-    remove_leftovers_of(out)
     empty = out.is_dir() and not any(out.iterdir())
     if out.exists() and not empty and not is_corpus(out):
         raise ClockhandError(f"'{out}' exists and is no corpus: give another folder")

@@ -16,7 +16,6 @@ token is drawn is in `sampling.py`; being fast is left to others.
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 from typing import TypedDict, Unpack, overload
@@ -35,7 +34,7 @@ from clockhand.infer.sampling import draw_numbers, look_up, next_token_probabili
 from clockhand.infer.settings import PLAIN, Sampling
 from clockhand.infer.static import StaticDecoder
 from clockhand.model.cache import KVCache
-from clockhand.model.transformer import Transformer
+from clockhand.model.transformer import Transformer, evaluating, modes_kept
 
 
 class Options(TypedDict, total=False):
@@ -342,7 +341,7 @@ def _pieces(
     going = [row for row in rows if row.finish_reason is None]
     route = route_of(model, len(going), plain, explaining)
     if route.name == "step" and going:
-        with _modes_of(model):
+        with modes_kept(model):
             engine = engine_for(model, len(going), max(row.reach for row in going), known_ids)
         yield from _pieces_of_engine(engine, rows, sampling, logprobs)
         return
@@ -434,7 +433,7 @@ def _next_logits(model: Transformer, rows: list[_Row], cache: KVCache) -> Tensor
     unseen = [[] if row.finish_reason else row.ids[length:] for row, length in zip(rows, held)]
     ids, positions = left_padded(unseen, held)
     device = cache.lengths.device
-    with torch.no_grad(), _evaluating(model):
+    with torch.no_grad(), evaluating(model):
         hidden = model.hidden(ids.to(device), positions.to(device), cache=cache).hidden[:, -1]  # (B, D)
         return model.lm_head(hidden)
 
@@ -448,25 +447,6 @@ def left_padded(rows: Sequence[Sequence[int]], starts: Sequence[int]) -> tuple[T
         ids[b, width - len(row) :] = torch.tensor(row, dtype=torch.int64)
         positions[b, width - len(row) :] = torch.arange(start, start + len(row))
     return ids, positions
-
-
-@contextmanager
-def _evaluating(model: Transformer) -> Iterator[None]:
-    """Evaluation mode, and afterwards for every module the one it was in."""
-    with _modes_of(model):
-        model.eval()
-        yield
-
-
-@contextmanager
-def _modes_of(model: Transformer) -> Iterator[None]:
-    """Afterwards every module is in training or evaluation as it was before."""
-    modes = {module: module.training for module in model.modules()}
-    try:
-        yield
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
 
 
 def _checked_prompt(prompt: Sequence[int], number: int, config: ModelConfig, tokenizer: Tokenizer | None) -> list[int]:

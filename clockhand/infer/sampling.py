@@ -243,7 +243,7 @@ def keep_typical(logits: Tensor, p: Number) -> Tensor:
 
 def _log_probabilities(logits: Tensor) -> Tensor:
     """(B, V) in double: their sums decide who is in. Of exponentials in the type of the logits, which take a tenth of
-    the time: what they err by is lost in a sum over all."""
+    the time: what they err by is lost in a sum over all but where it hits p, which is why that allows for rounding."""
     best = logits.amax(-1, keepdim=True)
     total = (logits - best).exp().sum(-1, keepdim=True, dtype=torch.float64)
     return logits.double() - (best.double() + total.log())
@@ -271,9 +271,11 @@ def _keep_first(logits: Tensor, p: Number, far: Tensor, log_q: Tensor) -> Tensor
 
 
 NEAREST = 64
+ROUNDING = 1e-7
+"""The part by which fp32 logits and their exponentials may miss a sum of probabilities that is p exactly."""
 
 
 def _after_reaching(p: Tensor, log_q: Tensor, ids: Tensor) -> Tensor:
     """For ids (B, n) in their order, whether those before each have reached p; never for the first."""
     reached = log_q.gather(-1, ids).exp().cumsum(-1)
-    return F.pad(reached, (1, -1)) >= p
+    return F.pad(reached, (1, -1)) >= p * (1 - ROUNDING)

@@ -19,7 +19,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """
     x32 = x if x.dtype == torch.float64 else x.float()
     normalised = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)
-    return normalised.to(x.dtype) * weight
+    return (normalised.to(x.dtype) * weight).to(x.dtype)
 
 
 class RMSNorm(nn.Module):

@@ -27,7 +27,8 @@ The loss is in `train/loss.py`: this file does not know what the model is for.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -315,3 +316,22 @@ class _NoInitialValues(TorchFunctionMode):
         if function in self.DRAWING:
             return kwargs["tensor"] if "tensor" in kwargs else args[0]
         return function(*args, **kwargs)
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode, and afterwards, whatever happens within, for every module the mode it was in."""
+    with modes_kept(model):
+        model.eval()
+        yield
+
+
+@contextmanager
+def modes_kept(model: nn.Module) -> Iterator[None]:
+    """Afterwards every module is in training or in evaluation as it was before."""
+    modes = {module: module.training for module in model.modules()}
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode

@@ -25,7 +25,7 @@ from clockhand.data.loader import Batch, ValidationWindows
 from clockhand.data.shards import Corpus, is_corpus
 from clockhand.data.tokenizer import Tokenizer
 from clockhand.errors import ClockhandError
-from clockhand.model.transformer import Transformer
+from clockhand.model.transformer import Transformer, evaluating
 from clockhand.train.loss import IGNORE_INDEX, batch_loss, count_targets
 
 LONGEST_UNASKED = 1024  # tokens of a window, where nobody has said how long
@@ -76,13 +76,11 @@ def evaluate(
     with text in it.
     """
     nats, tokens, text_bytes = 0.0, 0, 0
-    was_training = model.training
-    model.eval()
-    for batch in batches:
-        nats += nats_of(batch) if nats_of else batch_loss(model, batch, dtype)[0].total.item()
-        tokens += count_targets(batch.targets)
-        text_bytes += int(token_bytes[batch.targets[batch.targets != IGNORE_INDEX].numpy()].sum())
-    model.train(was_training)
+    with evaluating(model):
+        for batch in batches:
+            nats += nats_of(batch) if nats_of else batch_loss(model, batch, dtype)[0].total.item()
+            tokens += count_targets(batch.targets)
+            text_bytes += int(token_bytes[batch.targets[batch.targets != IGNORE_INDEX].numpy()].sum())
     if text_bytes == 0:
         raise ClockhandError(f"nothing to evaluate: {tokens} target tokens with no text in them")
     return Evaluation(nats, tokens, text_bytes)

@@ -31,12 +31,12 @@ from clockhand.allocator import keep_freed_memory
 from clockhand.config import ModelConfig
 from clockhand.data.loader import Batch, TrainWindows, ValidationWindows
 from clockhand.data.shards import Corpus
-from clockhand.errors import ClockhandError
+from clockhand.errors import ClockhandError, as_command
 from clockhand.infer.generate import generate_text, prompt_ids
 from clockhand.infer.settings import Sampling
 from clockhand.interop.hf import save_model
 from clockhand.memory import refuse_beyond_memory
-from clockhand.model.transformer import run_block
+from clockhand.model.transformer import evaluating, run_block
 from clockhand.train import run_folder
 from clockhand.train.bad_step import clipped_by, keep_bad_step, parameter_norms
 from clockhand.train.checkpoint import (
@@ -302,7 +302,7 @@ class Trainer:
             if self.ranks.leads and whole is not None:
                 try:
                     file = keep_bad_step(self.out, whole, batches, record, self.config.keep_bad_steps)
-                    kept = f"; look at it: clockhand train --replay {file}"
+                    kept = f"; look at it: {as_command('clockhand', 'train', '--replay', file)}"
                 except ClockhandError as error:  # no reason to stop what may still be saved
                     kept = f"; {error}"
         self.reporter.note(f"step {self.step}: {trouble}: {fate}{kept}")
@@ -331,11 +331,10 @@ class Trainer:
             return ""
         # An empty text begins from bos, and not every foreign tokenizer has one.
         prompt = config.sample_prompt or ("\n" if tokenizer.bos_id is None else "")
-        model.eval()
-        completion = generate_text(
-            model, tokenizer, prompt, SAMPLING, max_new_tokens=config.sample_tokens, seed=config.seed, plain=True
-        )
-        model.train()
+        with evaluating(model):
+            completion = generate_text(
+                model, tokenizer, prompt, SAMPLING, max_new_tokens=config.sample_tokens, seed=config.seed, plain=True
+            )
         return prompt + completion.text
 
     def save(self) -> None:

@@ -308,7 +308,7 @@ def test_what_cannot_be_honoured_is_refused_before_the_first_piece(byte_tokenize
 
 
 def test_an_id_beyond_the_models_vocabulary_is_refused():
-    with pytest.raises(ClockhandError, match="64.* is outside the vocabulary of 64 ids"):
+    with pytest.raises(ClockhandError, match=r"64.* is outside the vocabulary of 64 ids"):
         generate(small_model(), [[1, 64]])
 
 

@@ -257,6 +257,9 @@ def test_top_p_stops_where_p_is_reached_exactly():
 
 def test_a_tiny_top_p_keeps_the_best_token():
     assert kept(keep_top_p(torch.tensor([[1.0, 5.0, 5.0]]), 1e-12)) == [{1}]
+    # Those that sum to p exactly are enough: an fp32 sum of all kept one too many.
+    halves = torch.tensor([[0.5, 0.25, 0.125, 0.125]]).log()
+    assert [kept(keep_top_p(halves, p)) for p in (0.5, 0.75, 0.875)] == [[{0}], [{0, 1}], [{0, 1, 2}]]
 
 
 def test_a_min_p_of_1_keeps_only_the_best_and_its_equals():

@@ -105,3 +105,7 @@ def test_the_config_chooses_the_norm_and_its_eps(make_config):
     assert isinstance(make_norm(make_config(norm="layer"), 8), LayerNorm)
     assert make_norm(make_config(norm_eps=0.5), 8).eps == 0.5
     assert make_norm(make_config(), 5).weight.shape == (5,)
+
+
+def test_the_definition_keeps_the_type_of_x_whatever_the_weights_have():
+    assert rms_norm(torch.randn(3, 4).bfloat16(), torch.ones(4), EPS).dtype == torch.bfloat16

@@ -122,3 +122,19 @@ def test_a_corpus_of_another_tokenizer_is_refused(model, corpus):
     other = Tokenizer.train(["äöü"], "char")
     with pytest.raises(ClockhandError, match="was made with another tokenizer"):
         batches_of_sources(model.config, other, str(corpus.folder))
+
+
+def test_an_evaluation_that_is_interrupted_leaves_the_model_in_training(model):
+    """Ctrl-C among the batches left it in evaluation mode."""
+
+    def batches():
+        ids = torch.randint(5, 200, (1, 9))
+        yield Batch(ids[:, :-1], ids[:, 1:], None)
+        raise KeyboardInterrupt
+
+    model.train()
+    model.blocks[0].eval()  # frozen, say
+    with pytest.raises(KeyboardInterrupt):
+        evaluate(model, batches(), np.ones(300))
+    assert model.training
+    assert not model.blocks[0].training
