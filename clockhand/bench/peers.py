@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from clockhand.bench.measure import machine
+
 
 class InTransformers:
     def __init__(self, folder: Path, dtype: torch.dtype) -> None:
@@ -60,6 +62,8 @@ class InLlamaCpp:
         of_context.n_ctx, of_context.n_seq_max = context * rows, rows
         of_context.n_batch = of_context.n_ubatch = self.size
         of_context.n_threads = of_context.n_threads_batch = torch.get_num_threads()
+        # Its order of matrices for AMX ends in a crash (0.3.36): without it, where a processor has that.
+        of_model.use_extra_bufts = "amx_bf16" not in machine().features
         self.model = c.llama_model_load_from_file(str(file).encode(), of_model)
         self.context = c.llama_init_from_model(self.model, of_context)
         self.tokens = c.llama_batch_init(self.size, 0, 1)
