@@ -12,14 +12,23 @@
 
 constexpr int BLOCK = 64;    // keys whose scores are in memory at once
 constexpr int TOGETHER = 4;  // queries in registers
-constexpr int AHEAD = 8;     // positions: so far ahead keys and values are fetched
+constexpr int AHEAD = 16;     // positions: so far ahead values are fetched; keys, a group
+constexpr int WIDE_TILE = REGISTERS == 32 ? 4 : 2;  // groups of keys in registers
+
+// Asks for `count` numbers before they are needed.
+template <class T>
+INLINE void fetch(const T* at, int count) {
+    for (int d = 0; d < count; d += 64 / (int)sizeof(T)) __builtin_prefetch(at + d);
+}
 
 // The keys or values of one KV head in one slot: a ring of `capacity` positions, `stride` numbers apart.
 template <class T>
 struct Memory {
     const T* data;
     int64_t stride, capacity;
-    const T* at(int64_t position) const { return data + position % capacity * stride; }
+    const T* at(int64_t position) const {  // a division is as long as all else that is done with a key
+        return data + (position < capacity ? position : position % capacity) * stride;
+    }
 };
 
 struct Query {
@@ -35,45 +44,62 @@ struct AttendRoom {
         const size_t width = (head_dim + LANES - 1) / LANES * LANES;
         if (queries.size() < count * width) queries.resize(count * width);
         if (scores.size() < (size_t)count * BLOCK) scores.resize(count * BLOCK);
-        if (columns.size() < width * LANES) columns.resize(width * LANES);
+        if (columns.size() < width * BLOCK) columns.resize(width * BLOCK);
         if (of.size() < (size_t)count) of.resize(count), out.resize(count);
     }
 };
 
-// scores[i][BLOCK] of `count` queries over the keys [begin, end) of one block.
+// scores[i][..] of `some` queries over `groups` of LANES keys: every sum takes one number after another.
+template <int some, int groups>
+INLINE void tile_of_scores(const float* queries, int64_t width, int head_dim, const float* columns, float* scores) {
+    Floats total[some][groups] = {};
+    for (int d = 0; d < head_dim; d++) {
+        Floats key[groups];
+#pragma GCC unroll 4
+        for (int g = 0; g < groups; g++) key[g] = load<Floats>(columns + d * BLOCK + g * LANES);
+#pragma GCC unroll 4
+        for (int i = 0; i < some; i++)
+#pragma GCC unroll 4
+            for (int g = 0; g < groups; g++) total[i][g] += key[g] * queries[i * width + d];
+    }
+    for (int i = 0; i < some; i++)
+        for (int g = 0; g < groups; g++) store(scores + i * BLOCK + g * LANES, total[i][g]);
+}
+
+template <int some>
+static void scores_of_some(const float* queries, int64_t width, int head_dim, const float* columns, int first, int last,
+                           float* scores) {
+    int g = first;
+    for (; g + WIDE_TILE <= last; g += WIDE_TILE)
+        tile_of_scores<some, WIDE_TILE>(queries, width, head_dim, columns + g * LANES, scores + g * LANES);
+    for (; g < last; g++) tile_of_scores<some, 1>(queries, width, head_dim, columns + g * LANES, scores + g * LANES);
+}
+
+// scores[i][BLOCK] of `count` queries over the keys [begin, end) of one block, whose columns become rows first.
 template <class T>
 static void scores_of(const Memory<T>& keys, const float* queries, int64_t width, int count, int head_dim, int64_t block,
                       int64_t begin, int64_t end, float* columns, float* scores) {
-    for (int64_t group = block; group < end; group += LANES) {
-        if (group + LANES <= begin) continue;
+    const int first = (begin - block) / LANES, last = (end - block + LANES - 1) / LANES;
+    for (int g = first; g < last; g++) {
         const T* at[LANES];
         for (int i = 0; i < LANES; i++) {
-            at[i] = group + i >= begin && group + i < end ? keys.at(group + i) : nullptr;
-            if (at[i]) __builtin_prefetch(at[i] + AHEAD * keys.stride);
+            const int64_t position = block + g * LANES + i;
+            at[i] = position >= begin && position < end ? keys.at(position) : nullptr;
+            if (at[i]) fetch(at[i] + LANES * keys.stride, head_dim);
         }
         for (int d = 0; d < head_dim; d += LANES) {
             Floats part[LANES];
             for (int i = 0; i < LANES; i++) part[i] = at[i] ? load_part(at[i] + d, head_dim - d) : Floats{};
             transpose(part);
-            for (int i = 0; i < LANES; i++) store(columns + (d + i) * LANES, part[i]);
-        }
-        int q = 0;
-        for (; q + TOGETHER <= count; q += TOGETHER) {
-            Floats total[TOGETHER] = {};
-            const float* const own = queries + q * width;
-            for (int d = 0; d < head_dim; d++) {
-                const Floats key = load<Floats>(columns + d * LANES);
-#pragma GCC unroll 4
-                for (int i = 0; i < TOGETHER; i++) total[i] += key * own[i * width + d];
-            }
-            for (int i = 0; i < TOGETHER; i++) store(scores + (q + i) * BLOCK + (group - block), total[i]);
-        }
-        for (; q < count; q++) {
-            Floats total = {};
-            for (int d = 0; d < head_dim; d++) total += load<Floats>(columns + d * LANES) * queries[q * width + d];
-            store(scores + q * BLOCK + (group - block), total);
+            for (int i = 0; i < LANES; i++) store(columns + (d + i) * BLOCK + g * LANES, part[i]);
         }
     }
+    int q = 0;
+    for (; q + TOGETHER <= count; q += TOGETHER)
+        scores_of_some<TOGETHER>(queries + q * width, width, head_dim, columns, first, last, scores + q * BLOCK);
+    for (; q + 2 <= count; q += 2)
+        scores_of_some<2>(queries + q * width, width, head_dim, columns, first, last, scores + q * BLOCK);
+    if (q < count) scores_of_some<1>(queries + q * width, width, head_dim, columns, first, last, scores + q * BLOCK);
 }
 
 // out[i][d] += Σ weight[i] · value over the positions [begin, end), for `together` queries.
@@ -88,7 +114,7 @@ static void add_values(const Memory<T>& values, const float* weights, int64_t bl
             for (int v = 0; v < WIDE; v++) total[i][v] = load<Floats>(out[i] + d + v * LANES);
         for (int64_t s = begin; s < end; s++) {
             const T* const at = values.at(s) + d;
-            __builtin_prefetch(at + AHEAD * values.stride);
+            fetch(at + AHEAD * values.stride, WIDE * LANES);
             Floats value[WIDE];
 #pragma GCC unroll 4
             for (int v = 0; v < WIDE; v++) value[v] = load_floats(at + v * LANES);
@@ -157,13 +183,15 @@ static void attend(const Memory<T>& keys, const Memory<T>& values, AttendRoom& r
             total[q] += sum(sum_of);
         }
         for (int q = 0; q < count;) {
-            bool alike = q + TOGETHER <= count;
-            for (int i = 1; alike && i < TOGETHER; i++) alike = from(q + i) == from(q) && to(q + i) == to(q);
+            int alike = 1;
+            while (alike < TOGETHER && q + alike < count && from(q + alike) == from(q) && to(q + alike) == to(q)) alike++;
+            if (alike == 3) alike = 2;
             if (from(q) < to(q)) {
                 const float* const own = scores + q * BLOCK;
-                (alike ? add_values<T, TOGETHER> : add_values<T, 1>)(values, own, block, from(q), to(q), head_dim, out + q);
+                const auto add = alike == 1 ? add_values<T, 1> : alike == 2 ? add_values<T, 2> : add_values<T, TOGETHER>;
+                add(values, own, block, from(q), to(q), head_dim, out + q);
             }
-            q += alike ? TOGETHER : 1;
+            q += alike;
         }
     }
     for (int q = 0; q < count; q++)
