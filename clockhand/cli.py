@@ -130,6 +130,10 @@ TextField = Annotated[
     str | None,
     typer.Option(help="Field or column that holds the text in .jsonl, .csv and .parquet.", show_default="text"),
 ]
+Encoding = Annotated[
+    str | None,
+    typer.Option(help="How the text files are written: gb18030, big5, utf-16, ...", show_default="found out for each"),
+]
 Kind = Annotated[str | None, typer.Option(help="bpe | char | byte: the tokenizer to train.", show_default="bpe")]
 VocabSize = Annotated[
     int | None, typer.Option(help="Ids of the tokenizer to train.", show_default="4096; all for char")
@@ -179,16 +183,18 @@ def tokenizer_train(
     kind: Kind = None,
     vocab_size: VocabSize = None,
     text_field: TextField = None,
+    encoding: Encoding = None,
 ) -> None:
     """Train a tokenizer on text."""
     from clockhand.data.corpora import Report, read_documents
+    from clockhand.data.encodings import known_encoding
     from clockhand.data.tokenizer import Tokenizer
 
     refuse_own_files(sources, "source ")
     refuse_idle_field(text_field, sources)
     refuse_occupied(out)
     report = Report()
-    documents = read_documents(sources, text_field or "text", report)
+    documents = read_documents(sources, text_field or "text", report, encoding and known_encoding(encoding))
     tokenizer = Tokenizer.train(documents, kind or "bpe", vocab_size)
     for _ in documents:  # a byte tokenizer needs none of them, but the report does
         pass
@@ -241,6 +247,7 @@ def data_prepare(
     kind: Kind = None,
     vocab_size: VocabSize = None,
     text_field: TextField = None,
+    encoding: Encoding = None,
     val_fraction: ValFraction = None,
     seed: Seed = 0,
 ) -> None:
@@ -249,7 +256,7 @@ def data_prepare(
 
     refuse_own_files(sources, "source ")
     refuse_idle_field(text_field, sources)
-    typed = corpus_flags(tokenizer, kind, vocab_size, text_field, val_fraction)
+    typed = corpus_flags(tokenizer, kind, vocab_size, text_field, encoding, val_fraction)
     settings = CorpusSettings(sources=tuple(sources), seed=seed, **typed)
     with corpus_progress() as progress:
         corpus = prepare(settings, out, progress)
@@ -311,6 +318,7 @@ def train(
     kind: Kind = None,
     vocab_size: PresetsVocabSize = None,
     text_field: TextField = None,
+    encoding: Encoding = None,
     val_fraction: ValFraction = None,
     replay: Annotated[
         Path | None,
@@ -361,6 +369,7 @@ def train(
             "--kind": kind,
             "--vocab-size": vocab_size,
             "--text-field": text_field,
+            "--encoding": encoding,
             "--val-fraction": val_fraction,
         }
         typed = {f"--{name.replace('_', '-')}": value for name, value in fields.items()}
@@ -380,7 +389,7 @@ def train(
     if prove_resume:
         idle = {"--resume": resume if resume != "auto" else None, "--logger": logger if logger != "none" else None}
         refuse_idle({"--out": out, "--fit-memory": fit_memory, **idle}, "with --prove-resume")
-        corpus_settings = corpus_flags(tokenizer, kind, vocab_size, text_field, val_fraction)
+        corpus_settings = corpus_flags(tokenizer, kind, vocab_size, text_field, encoding, val_fraction)
         print_certificate(data, preset, changes, config, 3 if kills is None else kills, corpus_settings)
         return
     refuse_idle({"--kills": kills}, "without --prove-resume")
@@ -398,7 +407,7 @@ def train(
                 changes=changes,
                 progress=progress,
                 seed=config.seed,
-                **corpus_flags(tokenizer, kind, vocab_size, text_field, val_fraction),
+                **corpus_flags(tokenizer, kind, vocab_size, text_field, encoding, val_fraction),
             )
         say_oddities(corpus)
         return str(corpus.folder)
@@ -1129,12 +1138,20 @@ def memory_budget(gigabytes: float) -> int:
 
 
 def corpus_flags(
-    tokenizer: str, kind: str | None, vocab_size: int | None, text_field: str | None, val_fraction: float | None
+    tokenizer: str,
+    kind: str | None,
+    vocab_size: int | None,
+    text_field: str | None,
+    encoding: str | None,
+    val_fraction: float | None,
 ) -> dict[str, Any]:
     """Those settings of a corpus that were typed. `CorpusSettings` has the defaults of the others."""
     if tokenizer and kind is not None:
         raise ClockhandError(f"--kind {kind} has no effect with --tokenizer {tokenizer}: none is trained")
     flags = {"tokenizer": tokenizer or None, "kind": kind, "vocab_size": vocab_size, "text_field": text_field}
+    from clockhand.data.encodings import known_encoding
+
+    flags["encoding"] = None if encoding is None else known_encoding(encoding)
     return {name: value for name, value in {**flags, "val_fraction": val_fraction}.items() if value is not None}
 
 

@@ -12,16 +12,19 @@ import csv
 import gzip
 import hashlib
 import importlib.util
+import io
 import json
 import re
 import sys
 import sysconfig
 import zlib
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
+from clockhand.data.encodings import MARKS, SAMPLE_BYTES, AsUtf8, encoding_of
 from clockhand.errors import ClockhandError, unknown_name
 from clockhand.walk import walk
 
@@ -32,7 +35,6 @@ READABLE = f"{', '.join(FORMATS)}, each also as .gz"
 MAX_TEXT_BYTES = 2 * 2**20
 
 EXAMPLES_KEPT = 5
-BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 @dataclass
@@ -70,15 +72,22 @@ class TextFile:
     path: Path
     name: str
     format: str
+    asked_for: bool = True
+    """Named by itself, not found in a folder: what cannot be read of it is refused, not passed over."""
 
 
 def read_documents(
-    sources: Iterable[str | Path], text_field: str = "text", report: Report | None = None
+    sources: Iterable[str | Path],
+    text_field: str = "text",
+    report: Report | None = None,
+    encoding: str | None = None,
 ) -> Iterator[str]:
     """The documents of all sources in order; `report` is filled on the way.
 
-    A text file is a document, so is each row of jsonl, csv and parquet, whose text is in `text_field`. Raises
-    `ClockhandError` at once for a source that does not exist or that nobody here can read.
+    A text file is a document, so is each row of jsonl, csv and parquet, whose text is in `text_field`. How its
+    characters are written is found out (`encodings.py`) unless an `encoding` is given. Raises `ClockhandError` at once
+    for a source that does not exist or that nobody here can read, and later for a file that is no text; in a folder
+    such files are passed over and counted.
     """
     report = Report() if report is None else report
     files = find_files(sources, report)
@@ -86,7 +95,7 @@ def read_documents(
     def documents() -> Iterator[str]:
         for file in files:
             report.files += 1
-            for document in _FileReader(file, text_field, report).documents():
+            for document in _FileReader(file, text_field, report, encoding).documents():
                 report.documents += 1
                 report.text_bytes += len(document.encode())
                 yield document
@@ -108,16 +117,34 @@ def find_files(sources: Iterable[str | Path], report: Report | None = None) -> l
     return list(files.values())
 
 
-def sources_fingerprint(sources: Iterable[str | Path]) -> str:
-    """SHA-256 of path, size and time of change of every file: another value when the text may be another."""
+@dataclass(frozen=True)
+class Stamp:
+    """A file of the sources as it was read. Path, size and time of change only spare reading it again."""
+
+    path: str
+    format: str
+    bytes: int
+    changed: int
+    """Nanoseconds since 1970."""
+    sha256: str
+    """Of its bytes."""
+
+
+def stamps_of(sources: Iterable[str | Path], known: Iterable[Stamp] = ()) -> list[Stamp]:
+    """A stamp of every file that the sources mean. A file that looks like a `known` one is not read for it."""
+    seen = {(each.path, each.bytes, each.changed): each for each in known}
     stamps = []
     for file in find_files(sources):
         try:
             status = file.path.stat()
+            place = str(file.path.resolve()), status.st_size, status.st_mtime_ns
+            if (found := seen.get(place)) is None:
+                with file.path.open("rb") as stream:
+                    found = Stamp(place[0], file.format, *place[1:], hashlib.file_digest(stream, "sha256").hexdigest())
         except OSError as error:  # a link to nothing, say
             raise ClockhandError(f"cannot read {file.name}: {error.strerror}") from None
-        stamps.append([str(file.path.resolve()), file.format, status.st_size, status.st_mtime_ns])
-    return hashlib.sha256(json.dumps(stamps).encode()).hexdigest()
+        stamps.append(found)
+    return stamps
 
 
 def _files_of(source: str, report: Report) -> list[TextFile]:
@@ -133,7 +160,7 @@ def _files_of(source: str, report: Report) -> list[TextFile]:
         files = []
         for inner in _walk(path):
             if format := _format(inner):
-                files.append(TextFile(inner, str(inner), format))
+                files.append(TextFile(inner, str(inner), format, asked_for=False))
             else:
                 report.note("file of another kind, not read", str(inner))
         if not files:
@@ -164,14 +191,16 @@ def _refuse_folder(error: OSError) -> NoReturn:
 class _FileReader:
     """The documents of one file, with everything odd about it noted in the report."""
 
-    def __init__(self, file: TextFile, text_field: str, report: Report) -> None:
-        self.file, self.text_field, self.report = file, text_field, report
+    def __init__(self, file: TextFile, text_field: str, report: Report, encoding: str | None) -> None:
+        self.file, self.text_field, self.report, self.encoding = file, text_field, report, encoding
         self.read: Callable[[BinaryIO], Iterator[tuple[int, Any]]] = getattr(self, f"_{file.format}")
 
     def documents(self) -> Iterator[str]:
         empty = True
         try:
             with self._open() as stream:
+                if stream is None:
+                    return
                 # A reader yields (number of the row, or 0; its text, if all is well).
                 for row, text in self.read(stream):
                     empty = False
@@ -186,13 +215,39 @@ class _FileReader:
         if empty:
             self._note("file without documents", 0)
 
-    def _open(self) -> BinaryIO:
-        """The file's bytes, unpacked, after the byte order mark that some editors put first."""
+    @contextmanager
+    def _open(self) -> Iterator[BinaryIO | None]:
+        """The file's bytes, unpacked, as they are in UTF-8, without the mark that some editors put first.
+
+        None for a file of a folder that is no text.
+        """
         opener: Any = gzip.open if self.file.path.suffix == ".gz" else open
-        stream = opener(self.file.path, "rb")
-        if stream.peek(3).startswith(BYTE_ORDER_MARK):
-            stream.read(3)
-        return stream
+        with opener(self.file.path, "rb") as stream:
+            if self.file.format == "parquet":
+                yield stream
+                return
+            sample = stream.read(SAMPLE_BYTES)
+            encoding = self.encoding or encoding_of(sample)
+            if encoding is None:
+                if self.file.asked_for:
+                    raise ClockhandError(
+                        f"{self.file.name} is no text: its bytes are no characters of any encoding that is known here "
+                        "(say which with --encoding)"
+                    )
+                self._note("file that is no text, not read", 0)
+                yield None
+                return
+            stream.seek(0)
+            encoding, mark = _without_mark(encoding, sample)
+            stream.read(mark)
+            if encoding == "utf-8":
+                yield stream
+                return
+            self._note(f"file read as {encoding.upper().replace('_', '-')}", 0)
+            as_utf8 = AsUtf8(stream, encoding)
+            yield io.BufferedReader(as_utf8)
+            if as_utf8.broken:
+                self._note(f"bytes that are no {encoding.upper().replace('_', '-')}, read as U+FFFD", 0, as_utf8.broken)
 
     def _text(self, stream: BinaryIO) -> Iterator[tuple[int, str]]:
         rest = b""
@@ -262,6 +317,14 @@ class _FileReader:
 
     def _note(self, kind: str, row: int, count: int = 1) -> None:
         self.report.note(kind, f"{self.file.name}:{row}" if row else self.file.name, count)
+
+
+def _without_mark(encoding: str, sample: bytes) -> tuple[str, int]:
+    """The encoding with its order of bytes, and the length of the mark at the beginning of a file in it."""
+    for mark, name in MARKS.items():
+        if sample.startswith(mark) and name.startswith(encoding.replace("_", "-").removesuffix("-sig")):
+            return name, len(mark)
+    return encoding, 0
 
 
 def _character_start(raw: bytes, end: int) -> int:

@@ -28,12 +28,13 @@ from typing import Any
 import numpy as np
 
 from clockhand.config import require
-from clockhand.data.corpora import Oddity, Report, read_documents, sources_fingerprint
+from clockhand.data.corpora import Oddity, Report, Stamp, read_documents, stamps_of
+from clockhand.data.encodings import known_encoding
 from clockhand.data.tokenizer import Tokenizer
 from clockhand.disk import new_folder
 from clockhand.errors import ClockhandError, unknown_name
 
-FORMAT, VERSION = "clockhand corpus", 1
+FORMAT, VERSION = "clockhand corpus", 2
 SPLITS = ("train", "val")
 BATCH_BYTES = 2 * 2**20  # text tokenized at once: work for all cores, and the library takes 200 bytes a token
 
@@ -49,6 +50,8 @@ class CorpusSettings:
     """Files, folders and builtin:NAME."""
     text_field: str = "text"
     """The field or column that has the text, in jsonl, csv and parquet."""
+    encoding: str | None = None
+    """How the characters of the files are written. None finds it out, for each file."""
     tokenizer: str = ""
     """Folder or tokenizer.json of the tokenizer to use. Empty trains one on the text."""
     kind: str = "bpe"
@@ -64,6 +67,8 @@ class CorpusSettings:
 
     def __post_init__(self) -> None:
         require(self, "val_fraction", 0 < self.val_fraction <= 0.5, "above 0 and at most 0.5")
+        if self.encoding is not None:
+            known_encoding(self.encoding)
         require(self, "shard_tokens", self.shard_tokens >= 1, "at least 1")
         require(self, "seed", 0 <= self.seed < 2**63, "0 or more and below 2**63")
         if self.tokenizer:
@@ -88,19 +93,33 @@ def prepare(settings: CorpusSettings, out: str | Path, progress: Progress | None
     return Corpus.open(out)
 
 
-def matches(folder: str | Path, settings: CorpusSettings) -> bool:
-    """Whether `folder` is a whole corpus that `prepare` with these settings would make again.
+def difference(folder: str | Path, settings: CorpusSettings) -> str | None:
+    """Why `folder` is not the corpus that `prepare` with these settings would make, in some words; None: it is.
 
-    Sources count as the same when path, size and time of change of every file are.
+    Text counts as the same when the bytes of its files are, wherever they lie.
     """
     try:
         index = Corpus.open(folder).index
     except ClockhandError:
-        return False
+        return "no whole corpus"
     if settings.tokenizer and Tokenizer.load(settings.tokenizer).fingerprint != index["tokenizer"]["fingerprint"]:
-        return False
-    same_text = index["sources_fingerprint"] == sources_fingerprint(settings.sources)
-    return same_text and index["settings"] == _as_json(settings)
+        return f"another tokenizer than {settings.tokenizer}"
+    made, wanted = index["settings"], _as_json(settings)
+    for name in sorted(made.keys() | wanted.keys()):
+        if made.get(name) != wanted.get(name):
+            return f"{name} = {made.get(name)}, not {wanted.get(name)}"
+    known = [Stamp(**each) for each in index.get("sources", [])]
+    files = stamps_of(settings.sources, known)
+    if index["version"] == 1:  # knew places and times only
+        places = json.dumps([[each.path, each.format, each.bytes, each.changed] for each in files])
+        same = index["sources_fingerprint"] == hashlib.sha256(places.encode()).hexdigest()
+        return None if same else "text at another place, or of another time"
+    if len(files) != len(known):
+        return f"other text: {len(known):,} files, not {len(files):,}"
+    for then, now in zip(known, files):
+        if (then.sha256, then.format) != (now.sha256, now.format):
+            return f"other text than {now.path} has now"
+    return None
 
 
 def verify(folder: str | Path) -> list[str]:
@@ -143,7 +162,7 @@ class Corpus:
             whole = False
         if not whole:
             raise ClockhandError(f"{folder / 'index.json'} is damaged: it is not what was written")
-        if index["version"] != VERSION:
+        if index["version"] not in (1, VERSION):
             raise ClockhandError(f"corpus '{folder}' has version {index['version']}; this program reads {VERSION}")
         for name, file in index["files"].items():
             path = folder / name
@@ -209,7 +228,7 @@ class Split:
 
 def _build(settings: CorpusSettings, folder: Path, progress: Progress) -> None:
     """Writes the whole corpus into the empty `folder`."""
-    fingerprint = sources_fingerprint(settings.sources)
+    stamps = stamps_of(settings.sources)
     hashes, sizes = array("Q"), array("Q")
     texts = _survey(settings, hashes, sizes, progress)
     if settings.tokenizer:
@@ -225,7 +244,7 @@ def _build(settings: CorpusSettings, folder: Path, progress: Progress) -> None:
     dtype = np.dtype("<u2" if tokenizer.vocab_size <= 2**16 else "<u4")
     writers = {name: _SplitWriter(folder, name, dtype, settings.shard_tokens) for name in SPLITS}
     report, done, total = Report(), 0, sum(sizes)
-    documents = read_documents(settings.sources, settings.text_field, report)
+    documents = read_documents(settings.sources, settings.text_field, report, settings.encoding)
     parts = (part for text in documents for part in held_out.divide(text, settings.seed))
     for batch in _batches(parts):
         encoded = tokenizer.encode_batch([text for _, text in batch], bos=True, eos=True)
@@ -242,7 +261,7 @@ def _build(settings: CorpusSettings, folder: Path, progress: Progress) -> None:
         "format": FORMAT,
         "version": VERSION,
         "settings": _as_json(settings),
-        "sources_fingerprint": fingerprint,
+        "sources": [dataclasses.asdict(each) for each in stamps],
         "tokenizer": {
             "kind": tokenizer.kind,
             "vocab_size": tokenizer.vocab_size,
@@ -265,7 +284,7 @@ def _survey(settings: CorpusSettings, hashes: array, sizes: array, progress: Pro
     """Passes the documents on, and leaves hash and size of each in the two arrays."""
     done = 0
     report = Report()
-    for text in read_documents(settings.sources, settings.text_field, report):
+    for text in read_documents(settings.sources, settings.text_field, report, settings.encoding):
         hashes.append(_text_hash(text, settings.seed))
         sizes.append(len(text.encode()))
         if (report.text_bytes - done) >= BATCH_BYTES:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from clockhand.config import ModelConfig, from_dict
-from clockhand.data.shards import Corpus, CorpusSettings, matches, prepare
+from clockhand.data.shards import Corpus, CorpusSettings, difference, prepare
 from clockhand.lab.claim import Verdict
 from clockhand.model.transformer import Transformer, initialise
 from clockhand.train.config import TrainConfig
@@ -78,7 +78,7 @@ class Lab:
         """Shakespeare's plays by the character, made on first use."""
         settings = CorpusSettings(sources=(SOURCE,), kind="char")
         folder = self.folder / "corpus"
-        if matches(folder, settings):
+        if difference(folder, settings) is None:
             return Corpus.open(folder)
         self.say("preparing the corpus")
         return prepare(settings, folder)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from clockhand.config import ModelConfig
-from clockhand.data.shards import Corpus, CorpusSettings, Progress, is_corpus, matches, prepare
+from clockhand.data.shards import Corpus, CorpusSettings, Progress, difference, is_corpus, prepare
 from clockhand.data.tokenizer import Tokenizer
 from clockhand.errors import ClockhandError
 from clockhand.presets import VOCAB_FROM_TOKENIZER, build, preset_settings
@@ -41,13 +41,13 @@ def corpus_for(
     wanted = CorpusSettings(sources=tuple(sources), **settings)
     open_run_folder(out)
     folder = out / "corpus"
-    if matches(folder, wanted):
+    differs = difference(folder, wanted)
+    if differs is None:
         return Corpus.open(folder)
     if is_corpus(folder) and any((out / "checkpoints").iterdir()):
         Corpus.open(folder)  # a damaged one is told as such
         raise ClockhandError(
-            f"the run in {out} was started on other text, or with another tokenizer, text field, val_fraction "
-            f"or seed; give the same, or another --out, or go on with --data {folder}"
+            f"the run in {out} was started on {differs}; give the same, or another --out, or go on with --data {folder}"
         )
     return prepare(wanted, folder, progress)
 

@@ -2,10 +2,12 @@
 
 import csv
 import gzip
+import hashlib
 import importlib.util
 import io
 import json
 import os
+import random
 import sys
 from pathlib import Path
 
@@ -14,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from clockhand.data import corpora
-from clockhand.data.corpora import Report, find_files, plain_scenes, read_documents, sources_fingerprint
+from clockhand.data.corpora import Report, find_files, plain_scenes, read_documents, stamps_of
 from clockhand.errors import ClockhandError
 
 DOCUMENTS = ["To be, or not to be.\r\n", "深林人不知，\n明月來相照。", 'He said "well, a,b"\n\n🙂 ']
@@ -73,7 +75,10 @@ def test_a_text_file_is_one_document(suffix: str, tmp_path: Path):
     assert read(path)[0] == [DOCUMENTS[0] * 2]
 
 
-text = st.text(st.characters(exclude_categories=["Cs"])).filter(lambda text: text.strip())
+# A file that is mostly control characters is no text.
+text = st.text(st.characters(exclude_categories=["Cs", "Cc"], include_characters="\n\t\r")).filter(
+    lambda text: text.strip()
+)
 
 
 @given(texts=st.lists(text, min_size=1, max_size=5))
@@ -154,10 +159,11 @@ def test_only_a_few_places_of_many_are_kept(tmp_path: Path):
 
 
 def test_bytes_that_are_no_utf8_are_replaced_and_counted(tmp_path: Path):
-    (tmp_path / "a.txt").write_bytes(b"caf\xe9 \xff\xfe " + "really \ufffd".encode())
-    (tmp_path / "b.csv").write_bytes(b"id,text\n1,fine\n2,caf\xe9\n")
+    whole = "\xe9" * 20  # without which it would be Latin-1
+    (tmp_path / "a.txt").write_bytes(b"caf\xe9 \xff\xfe " + f"really \ufffd{whole}".encode())
+    (tmp_path / "b.csv").write_bytes(f"id,text\n1,{whole}\n2,".encode() + b"caf\xe9\n")
     documents, report = read(tmp_path)
-    assert documents == ["caf\ufffd \ufffd\ufffd really \ufffd", "fine", "caf\ufffd"]
+    assert documents == ["caf\ufffd \ufffd\ufffd really \ufffd" + whole, whole, "caf\ufffd"]
     oddity = report.oddities["bytes that are no UTF-8, read as U+FFFD"]
     assert (oddity.count, oddity.examples) == (4, [str(tmp_path / "a.txt"), f"{tmp_path / 'b.csv'}:3"])
 
@@ -211,13 +217,67 @@ def test_reading_does_not_hold_the_corpus(tmp_path: Path):
     assert report.documents == 1
 
 
-def test_the_fingerprint_changes_with_the_files(tmp_path: Path):
+def test_a_stamp_is_of_the_content_and_a_known_file_is_not_read_again(tmp_path: Path, monkeypatch):
     path = tmp_path / "a.txt"
     path.write_text("one")
-    first = sources_fingerprint([tmp_path])
-    assert sources_fingerprint([path]) == sources_fingerprint([tmp_path / "." / "a.txt"]) == first
+    (first,) = stamps_of([tmp_path])
+    (tmp_path / "b.txt").write_text("one")
+    assert [each.sha256 for each in stamps_of([tmp_path])] == [first.sha256] * 2
+    monkeypatch.setattr(hashlib, "file_digest", None)
+    assert stamps_of([path], [first]) == [first]
+    monkeypatch.undo()
     path.write_text("three")
-    assert sources_fingerprint([tmp_path]) != first
+    assert stamps_of([path], [first])[0].sha256 != first.sha256
+
+
+@pytest.mark.parametrize(
+    ("encoding", "text"),
+    [
+        (
+            "gb18030",
+            "\u8fd9\u662f\u4e00\u4e2a\u5173\u4e8e\u65f6\u949f\u7684\u6545\u4e8b\uff0c\u6307\u9488\u8f6c\u52a8\u3002\n",
+        ),
+        ("gb18030", "def main():\n    # \u4e3b\u7a0b\u5e8f\uff1a\u8bfb\u53d6\u6587\u4ef6\n    print('hello')\n"),
+        (
+            "big5",
+            "\u9019\u662f\u4e00\u500b\u95dc\u65bc\u6642\u9418\u7684\u6545\u4e8b\uff0c\u6642\u9593\u6d41\u901d\u3002\n",
+        ),
+        ("latin-1", "Le gar\xe7on est all\xe9 \xe0 l'\xe9cole o\xf9 il a mang\xe9 des cr\xeapes.\n"),
+        (
+            "shift_jis",
+            "\u543e\u8f29\u306f\u732b\u3067\u3042\u308b\u3002\u540d\u524d\u306f\u307e\u3060\u7121\u3044\u3002\n",
+        ),
+        ("utf-16", "plain words\n"),
+        ("utf-16-le", "plain words\n"),
+        ("utf-16-be", "plain words\n"),
+        ("utf-32", "plain words\n"),
+        ("utf-8-sig", "caf\xe9\n"),
+    ],
+)
+def test_text_is_read_as_it_was_written_whatever_its_encoding(tmp_path: Path, encoding, text):
+    (tmp_path / "a.txt").write_bytes((text * 40).encode(encoding))
+    assert "".join(read_documents([tmp_path])) == text * 40
+    assert "".join(read_documents([tmp_path], encoding=encoding)) == text * 40
+
+
+def test_a_file_that_is_no_text_is_refused_by_name_and_in_a_folder_passed_over_and_counted(tmp_path: Path):
+    noise = random.Random(0).randbytes(5000)
+    (tmp_path / "noise.txt").write_bytes(noise)
+    (tmp_path / "zeros.txt").write_bytes(b"\x7fELF" + bytes(2000))
+    (tmp_path / "text.txt").write_text("words")
+    report = Report()
+    assert list(read_documents([tmp_path], report=report)) == ["words"]
+    assert report.oddities["file that is no text, not read"].count == 2
+    with pytest.raises(ClockhandError, match=r"noise.txt is no text"):
+        list(read_documents([tmp_path / "noise.txt"]))
+
+
+def test_a_few_broken_bytes_in_utf_8_are_counted_and_read_as_before(tmp_path: Path):
+    (tmp_path / "a.txt").write_bytes("caf\xe9 ".encode() * 30 + b"\xff\xfe" + "caf\xe9 ".encode() * 30)
+    report = Report()
+    (text,) = read_documents([tmp_path], report=report)
+    assert text.count("\ufffd") == 2
+    assert report.oddities["bytes that are no UTF-8, read as U+FFFD"].count == 2
 
 
 # What is already on this machine
@@ -226,7 +286,7 @@ def test_the_fingerprint_changes_with_the_files(tmp_path: Path):
 def test_a_link_to_nothing_is_said_to_be_unreadable(tmp_path: Path):
     (tmp_path / "text.txt").symlink_to("nothing")
     with pytest.raises(ClockhandError, match=r"^cannot read .*text.txt: No such file"):
-        sources_fingerprint([tmp_path])
+        stamps_of([tmp_path])
 
 
 def test_markup_of_a_play_becomes_plain_dialogue():

@@ -2,8 +2,10 @@
 
 import hashlib
 import json
+import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from clockhand.data.shards import Corpus, CorpusSettings, matches, prepare, show, verify
+from clockhand.data.shards import Corpus, CorpusSettings, difference, prepare, show, verify
 from clockhand.data.tokenizer import Tokenizer
 from clockhand.errors import ClockhandError
 
@@ -48,6 +50,10 @@ def test_every_document_is_on_one_side_whole_and_in_order(kind: str, shard_token
     assert 0.02 * sum(map(len, POEMS)) < val_bytes <= 0.05 * sum(map(len, POEMS))
     assert "whole documents" in corpus.index["held_out"]
     assert len(verify(tmp_path / "corpus")) == len(list((tmp_path / "corpus").iterdir()))
+
+
+def is_same(folder, settings) -> bool:
+    return difference(folder, settings) is None
 
 
 def test_a_document_is_bos_text_eos(source: str, tmp_path: Path):
@@ -189,22 +195,22 @@ def test_show_says_what_the_index_counted(source: str, tmp_path: Path):
 def test_a_corpus_matches_the_settings_and_sources_it_was_made_of(source: str, tmp_path: Path):
     about = CorpusSettings(sources=(source,), kind="byte")
     folder = tmp_path / "corpus"
-    assert not matches(folder, about)
+    assert not is_same(folder, about)
     prepare(about, folder)
-    assert matches(folder, about)
+    assert is_same(folder, about)
     for other in [{"seed": 1}, {"kind": "char"}, {"val_fraction": 0.1}, {"text_field": "body"}]:
-        assert not matches(folder, CorpusSettings(**{"sources": (source,), "kind": "byte", **other}))
+        assert not is_same(folder, CorpusSettings(**{"sources": (source,), "kind": "byte", **other}))
     write_jsonl(Path(source), [*POEMS, "one more"])
-    assert not matches(folder, about)
+    assert not is_same(folder, about)
 
 
 def test_a_corpus_matches_only_the_tokenizer_it_was_made_with(source: str, tmp_path: Path):
     about = CorpusSettings(sources=(source,), tokenizer=str(tmp_path / "tokenizer"))
     Tokenizer.train([], "byte").save(tmp_path / "tokenizer")
     prepare(about, tmp_path / "corpus")
-    assert matches(tmp_path / "corpus", about)
+    assert is_same(tmp_path / "corpus", about)
     Tokenizer.train(["é"], "char").save(tmp_path / "tokenizer")
-    assert not matches(tmp_path / "corpus", about)
+    assert not is_same(tmp_path / "corpus", about)
 
 
 def test_a_corpus_is_replaced_and_nothing_else_is(source: str, tmp_path: Path):
@@ -266,10 +272,10 @@ def test_what_is_no_corpus_is_refused(corpus: Path, tmp_path: Path):
             Corpus.open(path)
     index = json.loads((corpus / "index.json").read_text())
     del index["seal"]
-    index["version"] = 2
+    index["version"] = 3
     index["seal"] = hashlib.sha256(json.dumps(index, sort_keys=True).encode()).hexdigest()
     (corpus / "index.json").write_text(json.dumps(index))
-    with pytest.raises(ClockhandError, match="has version 2; this program reads 1"):
+    with pytest.raises(ClockhandError, match="has version 3; this program reads 2"):
         Corpus.open(corpus)
     with pytest.raises(ClockhandError, match="unknown split 'test'"):
         Corpus(corpus, index).split("test")
@@ -358,3 +364,38 @@ def test_real_text_survives(name: str, train_bytes: int, said: str, shared_data:
     texts = [json.loads(line)["text"] for line in raw.splitlines()] if name.endswith("jsonl") else [raw]
     assert sorted(together) == sorted("".join(texts))
     assert corpus.index["report"]["oddities"] == {}
+
+
+def test_text_that_moves_is_the_same_text_and_what_differs_is_said(tmp_path):
+    """The identity was the path and the time of change: a run copied to another machine could not be resumed."""
+    (tmp_path / "a.txt").write_text("one two three\n" * 20)
+    settings = CorpusSettings(sources=(str(tmp_path / "a.txt"),), kind="byte")
+    folder = prepare(settings, tmp_path / "corpus").folder
+    (tmp_path / "elsewhere").mkdir()
+    moved = tmp_path / "elsewhere" / "b.txt"
+    moved.write_bytes((tmp_path / "a.txt").read_bytes())
+    os.utime(moved, (1, 1))
+    assert difference(folder, replace(settings, sources=(str(moved),))) is None
+    moved.write_text("one two threE\n" * 20)
+    assert difference(folder, replace(settings, sources=(str(moved),))) == f"other text than {moved} has now"
+    assert difference(folder, replace(settings, seed=3)) == "seed = 0, not 3"
+    assert difference(folder, replace(settings, sources=(str(moved), str(tmp_path / "a.txt")))) == (
+        "other text: 1 files, not 2"
+    )
+
+
+TEXT = "\u8fd9\u662f\u4e00\u4e2a\u5173\u4e8e\u65f6\u949f\u7684\u6545\u4e8b\uff0c\u6307\u9488\u8f6c\u52a8\u3002\n" * 30
+
+
+def test_a_text_in_five_encodings_gives_the_same_ids(tmp_path):
+    """GB18030, Big5 and UTF-16 were trained on as U+FFFD."""
+    ids = {}
+    for encoding in ("utf-8", "gb18030", "utf-16", "utf-16-le", "utf-8-sig"):
+        (tmp_path / f"{encoding}.txt").write_bytes(TEXT.encode(encoding))
+        corpus = prepare(
+            CorpusSettings(sources=(str(tmp_path / f"{encoding}.txt"),), kind="byte"), tmp_path / f"{encoding}-corpus"
+        )
+        train = corpus.split("train")
+        ids[encoding] = train.read(0, train.n_tokens).tolist()
+        assert ("read as GB18030" in " ".join(corpus.report.lines())) == (encoding == "gb18030")
+    assert all(each == ids["utf-8"] for each in ids.values())
