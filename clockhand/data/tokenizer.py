@@ -141,12 +141,13 @@ class Tokenizer:
             raise
 
     def encode(self, text: str, bos: bool = False, eos: bool = False) -> list[int]:
-        """The ids of `text`, never a special one. `bos` and `eos` add that token where the tokenizer has one."""
+        """The ids of `text`, never a special one. `bos` adds that token where the tokenizer puts it before text
+        (`puts_bos`), `eos` its own where it has one."""
         return self.encode_batch([text], bos, eos)[0]
 
     def encode_batch(self, texts: Sequence[str], bos: bool = False, eos: bool = False) -> list[list[int]]:
         """`encode` for many texts at once, on all cores."""
-        before = [self.bos_id] if bos and self.bos_id is not None else []
+        before = [self.bos_id] if bos and self.bos_id is not None and self.puts_bos else []
         after = [self.eos_id] if eos and self.eos_id is not None else []
         pieces = [self._pieces_of(text) for text in texts]
         try:
@@ -196,6 +197,17 @@ class Tokenizer:
         return {token["content"]: token["id"] for token in self.spec["added_tokens"] if token["special"]}
 
     @cached_property
+    def puts_bos(self) -> bool:
+        """Whether text begins with the bos token, as its `post_processor` or its `add_bos_token` says.
+
+        Many only name one (GPT-2, SmolLM2): their models have never seen it before a text.
+        """
+        if self.bos_id is None:
+            return False
+        first = self._backend.encode("", add_special_tokens=True).ids[:1]
+        return first == [self.bos_id] or self.config.get("add_bos_token") is True
+
+    @cached_property
     def special_ids(self) -> frozenset[int]:
         """Ids of control tokens, which stand for no text."""
         named = {self.bos_id, self.eos_id, self.pad_id} - {None}
@@ -235,7 +247,9 @@ class Tokenizer:
     @cached_property
     def fingerprint(self) -> str:
         """SHA-256 of everything that decides which ids a document gets."""
-        decisive = [self.spec, self.bos_id, self.eos_id]
+        decisive: list[Any] = [self.spec, self.bos_id, self.eos_id]
+        if self.bos_id is not None and not self.puts_bos:
+            decisive.append("bos is not put")
         return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()
 
     def _pieces_of(self, text: str) -> list[str]:

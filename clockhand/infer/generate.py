@@ -242,7 +242,7 @@ def generate_text(
 
 
 def prompt_ids(tokenizer: Tokenizer, text: str) -> list[int]:
-    """The ids a model is given to continue `text` from: as documents begin in training, with bos where there is one."""
+    """The ids a model is given to continue `text` from, as documents begin: with bos where the tokenizer puts it."""
     return tokenizer.encode(text, bos=True)
 
 

@@ -155,7 +155,7 @@ class LanguageModel:
         context.
         """
         ids = self.tokenizer.encode(text)
-        before = [] if self.tokenizer.bos_id is None else [self.tokenizer.bos_id]
+        before = self.tokenizer.encode("", bos=True)
         read = [*before, *ids]
         if len(read) > self.config.max_seq_len:
             raise ClockhandError(f"the text has {len(read)} tokens, more than max_seq_len = {self.config.max_seq_len}")

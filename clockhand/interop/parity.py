@@ -87,7 +87,9 @@ class Program(Protocol):
     """Whether it computes with the same fp32 numbers as we do."""
     versions: dict[str, str]
 
-    def encode(self, text: str) -> list[int] | None: ...
+    def encode(self, text: str) -> list[int] | None:
+        """The ids it begins to continue `text` from, with bos where it puts that; None: it has no tokenizer."""
+
     def logits(self, ids: list[int]) -> Tensor: ...  # (T, V) fp32
     def greedy(self, ids: list[int], count: int) -> list[int]: ...
 
@@ -137,7 +139,7 @@ def compare(ours: Transformer, tokenizer: Tokenizer, program: Program) -> Parity
     prompts = [tokenizer.encode(prompt, bos=True)[:limit] for prompt in PROMPTS]
     prompts.append([id for prompt in prompts for id in prompt][: min(limit, LONGEST_PROMPT)])
     there = [program.encode(prompt) for prompt in PROMPTS]
-    same_ids = None if None in there else there == [tokenizer.encode(prompt) for prompt in PROMPTS]
+    same_ids = None if None in there else there == [tokenizer.encode(prompt, bos=True) for prompt in PROMPTS]
 
     difference = 0.0
     spreads, errors, divergences = [], [], []
@@ -274,7 +276,8 @@ class InTransformers:
             self._model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
     def encode(self, text: str) -> list[int]:
-        return list(self._tokenizer.encode(text, add_special_tokens=False))
+        ids = list(self._tokenizer.encode(text))
+        return ids[:-1] if ids and ids[-1] == self._tokenizer.eos_token_id else ids
 
     @torch.inference_mode()
     def logits(self, ids: list[int]) -> Tensor:
@@ -317,7 +320,7 @@ class InLlamaCpp:
             )
 
     def encode(self, text: str) -> list[int]:
-        return list(self._llama.tokenize(text.encode(), add_bos=False, special=False))
+        return list(self._llama.tokenize(text.encode(), add_bos=True, special=False))
 
     def logits(self, ids: list[int]) -> Tensor:
         self._llama.reset()
@@ -346,7 +349,7 @@ class ReadBack:
         self._model, self._tokenizer = found.model.float(), found.tokenizer
 
     def encode(self, text: str) -> list[int] | None:
-        return None if self._tokenizer is None else self._tokenizer.encode(text)
+        return None if self._tokenizer is None else self._tokenizer.encode(text, bos=True)
 
     def logits(self, ids: list[int]) -> Tensor:
         return _logits(self._model, ids)

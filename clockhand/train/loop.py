@@ -329,8 +329,8 @@ class Trainer:
         model = self.ranks.whole(self.model)
         if model is None or not self.ranks.leads:
             return ""
-        # An empty text begins from bos, and not every foreign tokenizer has one.
-        prompt = config.sample_prompt or ("\n" if tokenizer.bos_id is None else "")
+        # An empty text begins from bos, which not every foreign tokenizer has, or puts before the texts of a corpus.
+        prompt = config.sample_prompt or ("" if tokenizer.puts_bos else "\n")
         with evaluating(model):
             completion = generate_text(
                 model, tokenizer, prompt, SAMPLING, max_new_tokens=config.sample_tokens, seed=config.seed, plain=True

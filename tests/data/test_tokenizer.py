@@ -383,3 +383,25 @@ def test_a_full_disk_leaves_no_folder_without_its_tokenizer(tmp_path: Path, monk
     with pytest.raises(ClockhandError, match="No space left on device"):
         tokenizer.save(tmp_path / "tok")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("processor", ["none", "bos", "add_bos_token"])
+def test_bos_is_put_before_text_where_the_tokenizer_itself_puts_it_and_nowhere_else(processor, tmp_path):
+    """GPT-2 and SmolLM2 name a bos token and never use it: with it before the prompt greedy texts were others."""
+    transformers = pytest.importorskip("transformers")
+    Tokenizer.train([], "byte").save(tmp_path)
+    spec, config = (json.loads((tmp_path / name).read_text()) for name in ("tokenizer.json", "tokenizer_config.json"))
+    if processor != "bos":
+        spec["post_processor"] = None
+    if processor == "add_bos_token":
+        config["add_bos_token"] = True
+    (tmp_path / "tokenizer.json").write_text(json.dumps(spec))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    ours = Tokenizer.load(tmp_path)
+    plain = ours.encode("hi there")
+    assert ours.encode("hi there", bos=True) == (plain if processor == "none" else [0, *plain])
+    assert ours.puts_bos == (processor != "none")
+    if processor != "add_bos_token":  # which the class of this folder does not obey, and those of Llama do
+        assert transformers.AutoTokenizer.from_pretrained(tmp_path).encode("hi there") == ours.encode(
+            "hi there", bos=True
+        )
