@@ -123,6 +123,9 @@ def stream(
     for; an id beyond the model's vocabulary does so with the first piece.
     """
     config = model.config
+    for name, value in dict(max_new_tokens=max_new_tokens, min_new_tokens=min_new_tokens, n=n, seed=seed).items():
+        if type(value) is not int:
+            raise ClockhandError(f"{name} = {value!r} must be a whole number")
     if max_new_tokens < 0:
         raise ClockhandError(f"max_new_tokens = {max_new_tokens} must be 0 or more")
     if not 0 <= min_new_tokens <= max_new_tokens:

@@ -237,10 +237,13 @@ def _check_names_and_shapes(
             if name in stored and stored[name].shape != shape
         ],
     }
+    problems = []  # all kinds: a tensor of another name is missing and surplus
     for problem, tensors in found.items():
+        more = f" and {len(tensors) - 3} more" if len(tensors) > 3 else ""
         if tensors:
-            more = f" and {len(tensors) - 3} more" if len(tensors) > 3 else ""
-            raise ClockhandError(f"'{folder}': tensors {problem}: {', '.join(tensors[:3])}{more}")
+            problems.append(f"{problem}: {', '.join(tensors[:3])}{more}")
+    if problems:
+        raise ClockhandError(f"'{folder}': tensors {'; '.join(problems)}")
 
 
 def _read_generation(folder: Path) -> dict[str, Any]:

@@ -78,6 +78,11 @@ def write(model: Transformer, tokenizer: Tokenizer | None, path: Path, version: 
     Returns what the user should know. Raises `ClockhandError` for a model that the format cannot hold.
     """
     config = model.config
+    if config.n_heads * config.head_dim != config.d_model:
+        raise ClockhandError(
+            f"head_dim = {config.head_dim}, but {FORMAT} has only n_heads = {config.n_heads} heads that make up "
+            f"d_model = {config.d_model} together"
+        )
     refuse_others(config, {**ALWAYS, "head_dim": config.d_model // config.n_heads}, FORMAT)
     pieces = sentencepiece.from_tokenizer(tokenizer) if tokenizer else None
     header = Header(version, config, _group_size(config), _header_size(version))

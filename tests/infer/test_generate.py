@@ -575,3 +575,11 @@ def test_generate_text_takes_one_text_or_a_list(byte_tokenizer):
 def test_a_prompt_that_spells_a_special_token_is_plain_text(byte_tokenizer):
     spelled = generate_module.prompt_ids(byte_tokenizer, "<|end_of_text|>")
     assert byte_tokenizer.eos_id not in spelled
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("max_new_tokens", 1.5), ("max_new_tokens", "3"), ("n", True), ("seed", None)]
+)
+def test_what_is_no_whole_number_is_refused_by_name(name, value):
+    with pytest.raises(ClockhandError, match=f"{name} = {value!r} must be a whole number"):
+        generate(small_model(), [[1]], **{name: value})

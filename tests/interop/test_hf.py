@@ -348,6 +348,14 @@ def test_a_missing_tensor_is_named(untied):
         load_model(untied)
 
 
+def test_a_tensor_of_another_name_is_seen_on_both_sides(untied):
+    """Only the missing one was named, which told nothing of where it had gone."""
+    name = "model.layers.1.self_attn.k_proj.weight"
+    rewrite(untied, lambda weights: weights.update({name.replace("k_proj", "key"): weights.pop(name)}))
+    with pytest.raises(ClockhandError, match=r"missing: model.*k_proj\.weight; surplus: 'model.*key\.weight'"):
+        load_model(untied)
+
+
 def test_a_surplus_tensor_is_named(untied):
     rewrite(untied, lambda weights: weights.update({"model.layers.0.self_attn.q_proj.bias": torch.zeros(48)}))
     with pytest.raises(ClockhandError, match=r"surplus: 'model\.layers\.0\.self_attn\.q_proj\.bias"):

@@ -152,6 +152,13 @@ def test_what_the_header_cannot_say_is_refused_by_name(tmp_path, field, settings
     assert list(tmp_path.iterdir()) == []
 
 
+def test_heads_that_are_narrower_together_than_the_model_are_refused(tmp_path):
+    """68 // 8 is 8 too: it ended in a traceback when the matrices were written."""
+    with pytest.raises(ClockhandError, match=r"head_dim = 8, but .* d_model = 68 together"):
+        llama2c.write(model(d_model=68, n_heads=8, n_kv_heads=8, head_dim=8), None, tmp_path / "m.bin")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_tokenizer_that_the_program_would_split_otherwise_is_left_out_and_said(tmp_path):
     notes = llama2c.write(model(), Tokenizer.train(["some text"], "byte"), tmp_path / "m.bin")
     assert "no tokenizer.bin" in notes[0]
