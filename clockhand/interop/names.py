@@ -392,6 +392,14 @@ def _read_window(raw: Mapping[str, Any], family: Family, source: str) -> int:
     window = 0
     if family.windowed and (not family.window_switch or _flag(raw, "use_sliding_window", source)):
         window = raw.get("sliding_window", WHEN_ABSENT["sliding_window"]) or 0
+    layer_types = raw.get("layer_types", [])
+    if (
+        family.window_switch
+        and isinstance(layer_types, list)
+        and layer_types
+        and all(each == "full_attention" for each in layer_types)
+    ):
+        window = 0  # which goes before the switch: max_window_layers is above the number of layers, say
     if window and family.window_switch and not family.moe and "layer_types" not in raw:
         n_layers = _number(raw["num_hidden_layers"], "num_hidden_layers", source)
         first = raw.get("max_window_layers", WHEN_ABSENT["max_window_layers"])
@@ -403,7 +411,6 @@ def _read_window(raw: Mapping[str, Any], family: Family, source: str) -> int:
             )
         window = 0 if full_layers else window
     kind = "sliding_attention" if window else "full_attention"
-    layer_types = raw.get("layer_types", [])
     if not isinstance(layer_types, list) or any(layer_type != kind for layer_type in layer_types):
         raise ClockhandError(f"layer_types in {source} must all be '{kind}', as sliding_window = {window} says")
     return window
@@ -434,9 +441,18 @@ def _read_rope(raw: Mapping[str, Any], max_seq_len: Any, source: str) -> dict[st
     rope_type = scaling.pop("rope_type")
     if rope_type not in ROPE_TYPES:
         raise unknown_name("rope_type", str(rope_type), ROPE_TYPES, source)
+    if rope_type == "default" and "factor" in scaling:
+        raise ClockhandError(
+            f"factor = {scaling['factor']} in {source} needs a rope_type, which says how to stretch by it"
+        )
+    by_nothing = rope_type in ("linear", "llama3", "yarn") and scaling.get("factor") == 1
+    if by_nothing and not scaling.get("attention_factor"):
+        rope_type, scaling = "default", {}
     values["rope_scaling"] = "none" if rope_type == "default" else rope_type
     original = "original_max_position_embeddings"
-    if original in raw:  # beside the object it wins over inside it
+    if rope_type == "dynamic":
+        scaling.pop(original, None)  # transformers begins to stretch at max_position_embeddings, whatever stands here
+    if original in raw and not by_nothing and rope_type != "dynamic":  # beside the object it wins over inside it
         scaling[original] = raw[original]
     elif rope_type in ("yarn", "llama3"):
         scaling.setdefault(original, max_seq_len)

@@ -252,3 +252,27 @@ def test_every_family_can_say_its_own_words():
         model = config(head_dim=16, n_experts=4 if family.moe else 0, sliding_window=8 if family.windowed else 0, **own)
         assert family_for(model) is family
         assert heard(model) == model
+
+
+def test_qwen3_as_transformers_saves_it_has_no_windows_where_every_layer_says_so():
+    """`use_sliding_window` is true and max_window_layers above the number of layers: it was refused."""
+    layers = QWEN3["num_hidden_layers"]
+    raw = {**QWEN3, "use_sliding_window": True, "sliding_window": 4096, "max_window_layers": layers + 4}
+    assert from_hugging_face({**raw, "layer_types": ["full_attention"] * layers}, "config.json").sliding_window == 0
+
+
+def test_a_dynamic_model_begins_to_stretch_where_transformers_does_whatever_original_length_is_stated():
+    dynamic = dict(rope_type="dynamic", factor=2.0, original_max_position_embeddings=16)
+    model = from_hugging_face({**LLAMA, "rope_scaling": dynamic}, "config.json")
+    assert model.rope_original_max_seq_len == model.max_seq_len
+
+
+@pytest.mark.parametrize("rope_type", ["linear", "yarn", "llama3"])
+def test_a_factor_of_1_is_no_scaling(rope_type):
+    scaling = dict(rope_type=rope_type, factor=1.0, original_max_position_embeddings=64)
+    assert from_hf({**LLAMA, "rope_scaling": scaling}) == from_hugging_face(LLAMA, "config.json")
+
+
+def test_a_factor_without_a_type_is_told_as_that():
+    with pytest.raises(ClockhandError, match=r"factor = 4.0 .* needs a rope_type"):
+        from_hugging_face({**LLAMA, "rope_scaling": {"factor": 4.0}}, "config.json")
