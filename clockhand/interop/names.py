@@ -393,12 +393,8 @@ def _read_window(raw: Mapping[str, Any], family: Family, source: str) -> int:
     if family.windowed and (not family.window_switch or _flag(raw, "use_sliding_window", source)):
         window = raw.get("sliding_window", WHEN_ABSENT["sliding_window"]) or 0
     layer_types = raw.get("layer_types", [])
-    if (
-        family.window_switch
-        and isinstance(layer_types, list)
-        and layer_types
-        and all(each == "full_attention" for each in layer_types)
-    ):
+    is_full = isinstance(layer_types, list) and {*map(str, layer_types)} == {"full_attention"}
+    if family.window_switch and is_full:
         window = 0  # which goes before the switch: max_window_layers is above the number of layers, say
     if window and family.window_switch and not family.moe and "layer_types" not in raw:
         n_layers = _number(raw["num_hidden_layers"], "num_hidden_layers", source)
