@@ -328,6 +328,8 @@ class _Row:
             self.finish_reason = self.limit
         if self.finish_reason is not None and self.text is not None:
             text += self.text.flush(may_stop)
+            if self.text.stopped and not ended:  # by the last of the text, half a character, say
+                self.finish_reason = "stop_string"
         return text, self.finish_reason
 
 

@@ -290,6 +290,7 @@ def speculative_pieces(
             reason = limit
         if reason is not None:
             said += text.flush(may_stop)
+            reason = "stop_string" if text.stopped and not ended else reason
         yield Piece(0, id, said, reason)
         if reason is not None:
             return

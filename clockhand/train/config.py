@@ -22,7 +22,8 @@ MAY_CHANGE = frozenset({
     "keep_bad_steps", "keep_best",
 })
 # fmt: on
-"""What a resumed run may change: how long it is, where it runs, and when it looks up from its work."""
+"""What a resumed run may change: how long it is, where it runs, and when it looks up from its work. The warm-up only
+where it follows the steps."""
 
 
 @dataclass(frozen=True, kw_only=True)

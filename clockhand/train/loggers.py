@@ -88,10 +88,12 @@ class WandbReporter(Reporter):
         self._run = self._wandb.init(
             project="clockhand", name=self._out.name, id=place, resume="allow", dir=str(self._out)
         )
+        # Its own count of steps never goes back: what a resumed run repeats would be dropped.
+        self._run.define_metric("*", step_metric="step")
 
     def row(self, row: dict[str, Any]) -> None:
         text = {"sample": row["sample"]} if "sample" in row else {}
-        self._run.log({**numbers_of(row), **text}, step=row["step"])
+        self._run.log({"step": row["step"], **numbers_of(row), **text})
 
     def stop(self) -> None:
         self._run.finish()

@@ -26,7 +26,7 @@ from clockhand.data.shards import Corpus
 from clockhand.disk import remove_leftovers, write_text
 from clockhand.errors import ClockhandError
 from clockhand.lock import release, take
-from clockhand.train.config import MAY_CHANGE
+from clockhand.train.config import MAY_CHANGE, TrainConfig
 from clockhand.train.runs import CONFIG, LOCK, has_checkpoints, read_run_config
 
 
@@ -103,7 +103,9 @@ def refuse_changes(out: Path, started: Mapping[str, Any], asked: Mapping[str, An
     for section in ("model", "train"):
         for name, value in started[section].items():
             now = asked[section].get(name)
-            if now != value and name not in MAY_CHANGE:
+            if now != value and (
+                name not in MAY_CHANGE or (name == "warmup_steps" and not _follow_steps(started, asked))
+            ):
                 raise ClockhandError(
                     f"{name} = {now!r} but the run in {out} was started with {value!r}; give that, or another --out"
                 )
@@ -116,6 +118,11 @@ def refuse_changes(out: Path, started: Mapping[str, Any], asked: Mapping[str, An
     if started["data"]["sha256"] != asked["data"]["sha256"]:
         folders = f"{asked['data']['folder']} is not, or is no longer, {started['data']['folder']}"
         raise ClockhandError(f"the run in {out} was started with other data ({folders}); give that, or another --out")
+
+
+def _follow_steps(*runs: Mapping[str, Any]) -> bool:
+    """Whether nobody gave any of these runs a warm-up of its own: then it may change with the number of steps."""
+    return all(TrainConfig(steps=run["train"]["steps"]).warmup_steps == run["train"]["warmup_steps"] for run in runs)
 
 
 def let_go(out: Path) -> None:

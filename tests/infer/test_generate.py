@@ -458,6 +458,14 @@ def test_a_text_that_ends_within_a_character_says_so_at_the_end(byte_tokenizer):
     assert pieces == ["a", "", "\ufffd"]
 
 
+def test_a_stop_string_that_the_very_end_completes_is_why_the_text_ended(byte_tokenizer):
+    """It cut the text, and the reason was "length"."""
+    model = ScriptedModel(byte_tokenizer.encode("a😀"), byte_tokenizer.vocab_size)
+    options = dict(tokenizer=byte_tokenizer, max_new_tokens=3, stop_strings=["\ufffd"])
+    [stopped] = generate(model, [[0]], **options)
+    assert (stopped.text, stopped.finish_reason) == ("a", "stop_string")
+
+
 def test_special_tokens_are_not_shown(byte_tokenizer):
     a, b = byte_tokenizer.encode("ab")
     script = [a, byte_tokenizer.bos_id, b, byte_tokenizer.eos_id]

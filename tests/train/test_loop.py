@@ -21,6 +21,7 @@ from clockhand.errors import ClockhandError
 from clockhand.interop.hf import load_model
 from clockhand.train import checkpoint
 from clockhand.train.checkpoint import open_checkpoint
+from clockhand.train.config import AUTO
 from clockhand.train.evaluate import evaluate
 from clockhand.train.interrupt import Interrupted
 from clockhand.train.log import read_log
@@ -546,3 +547,17 @@ def test_a_run_that_is_refused_leaves_its_folder_free(model_config, train_config
     with pytest.raises(ClockhandError, match="learning_rate"):
         train(model_config, dataclasses.replace(train_config, learning_rate=0.5), corpus, tmp_path)
     assert not lock.is_held(tmp_path / ".lock")
+
+
+def test_a_warm_up_of_its_own_is_refused_at_a_resume_and_one_that_follows_the_steps_is_not(
+    model_config, train_config, corpus, tmp_path
+):
+    """It gave another curve in silence."""
+    train(model_config, train_config, corpus, tmp_path / "own")
+    with pytest.raises(ClockhandError, match=r"warmup_steps = 3 but the run in .* was started with 2"):
+        train(model_config, dataclasses.replace(train_config, warmup_steps=3), corpus, tmp_path / "own")
+    with pytest.raises(ClockhandError, match=r"warmup_steps = 1 but the run in .* was started with 2"):
+        train(model_config, dataclasses.replace(train_config, warmup_steps=AUTO), corpus, tmp_path / "own")
+    follows = dataclasses.replace(train_config, warmup_steps=AUTO)
+    train(model_config, follows, corpus, tmp_path / "follows")
+    train(model_config, dataclasses.replace(follows, steps=20, warmup_steps=AUTO), corpus, tmp_path / "follows")
