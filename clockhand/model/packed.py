@@ -3,7 +3,7 @@
     fp32    as trained
     bf16    half the bytes, 8 bits of mantissa
     int8    w ≈ q · scale, one scale a row          q = round(w / scale), scale = max|row| / 127
-    int4    w ≈ (q - 8) · scale, one scale for each group of 32 columns; two numbers in a byte
+    int4    w ≈ (q - 8) · scale, one scale of 16 bits for each group of 32 columns; two numbers in a byte
 
 `packed` makes one of any model, and what it computes is, to the bit, what the rounded weights as fp32 numbers would:
 activations stay in fp32. It saves memory, not time; the fast way reads the packed numbers themselves
@@ -56,7 +56,7 @@ def pack(weight: Tensor, precision: str) -> Matrix:
         return Matrix((weight / scale[..., None]).round().to(torch.int8), scale)
     _check_groups(weight.shape[-1])
     groups = weight.unflatten(-1, (-1, GROUP))  # (..., N, D/32, 32)
-    scale = _scale(groups.abs().amax(-1), 7)  # (..., N, D/32)
+    scale = _scale(groups.abs().amax(-1), 7).bfloat16().float()  # (..., N, D/32), as the step reads them
     numbers = ((groups / scale[..., None]).round() + 8).to(torch.uint8)  # 1 to 15
     low, high = numbers.chunk(2, dim=-1)  # byte j of a group holds columns j and j + 16
     return Matrix((low | (high << 4)).flatten(-2).contiguous(), scale)

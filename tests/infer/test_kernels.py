@@ -17,7 +17,7 @@ from clockhand.infer.kernels.weights import PackedModel
 from clockhand.infer.scheduler import Row
 from clockhand.infer.settings import GREEDY
 from clockhand.model.cache import KVCache
-from clockhand.model.packed import packed
+from clockhand.model.packed import pack, packed
 from clockhand.model.transformer import Transformer
 
 LIBRARIES = {name: find_library(name)[0] for name in variants()}
@@ -225,3 +225,9 @@ def test_a_library_of_another_source_is_not_loaded(monkeypatch):
     found, why = module.find_library.__wrapped__()
     assert found is None
     assert "built from another source" in why
+
+
+def test_the_step_reads_the_scales_of_int4_as_they_are_stored():
+    """It has them in bf16; rounded only there, reference and step had other weights."""
+    scale = pack(torch.randn(40, 96, generator=torch.Generator().manual_seed(2)), "int4").scale
+    assert torch.equal(scale, scale.bfloat16().float())

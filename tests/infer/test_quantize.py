@@ -18,7 +18,9 @@ def test_no_weight_is_off_by_more_than_half_a_level_of_its_row_or_group(precisio
     groups = WEIGHT.view(6, -1, 64 if precision == "int8" else 32)
     level = groups.abs().amax(-1, keepdim=True) / levels
     off = (unpack(pack(WEIGHT, precision)).view_as(groups) - groups).abs()
-    assert bool((off <= 0.5001 * level).all())
+    assert bool(
+        (off <= (0.5001 if precision == "int8" else 0.502) * level).all()
+    )  # int4's scale is rounded itself, to 8 bits
 
 
 def test_fp32_is_kept_and_bf16_is_torchs_own():
