@@ -24,8 +24,7 @@ HOLDER = ".held"
 """The file in a hidden folder on which its writer has a lock."""
 NEWBORN = 60
 """Seconds for which a hidden folder that nobody holds may be about to be held."""
-_exchanging = threading.Lock()
-"""Of the threads here, one at a time takes an old folder away and puts the new one there."""
+_in_turn = threading.Lock()
 LEFTOVERS = (f"{HIDDEN}-*", f".*{HIDDEN}-*")
 
 
@@ -40,23 +39,44 @@ def new_folder(folder: Path) -> Iterator[Path]:
     unfinished, replaced = hidden / folder.name, hidden / REPLACED
     try:
         with _refusals_of_the_disk(folder):
-            remove_leftovers_of(folder)
-            hidden.mkdir(parents=True)
-            take(hidden / HOLDER)
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            with _alone_in(folder.parent):
+                remove_leftovers_of(folder)
+                hidden.mkdir()
+                take(hidden / HOLDER)
             unfinished.mkdir()
             yield unfinished
             for path in (*unfinished.iterdir(), unfinished):
                 _to_disk(path)
-            with _exchanging:
-                if folder.exists():
-                    folder.rename(replaced)
-                unfinished.rename(folder)
+            with _alone_in(folder.parent):
+                try:
+                    if folder.exists():
+                        folder.rename(replaced)
+                    unfinished.rename(folder)
+                finally:
+                    if replaced.exists() and not folder.exists():
+                        replaced.rename(folder)
             _to_disk(folder.parent)
     finally:
-        if replaced.exists() and not folder.exists():
-            replaced.rename(folder)
         release(hidden / HOLDER)
         shutil.rmtree(hidden, ignore_errors=True)
+
+
+@contextmanager
+def _alone_in(parent: Path) -> Iterator[None]:
+    """One writer at a time, of all threads and processes, begins a folder in `parent` or puts one in its place."""
+    descriptor = None
+    with _in_turn:
+        try:
+            with suppress(ImportError, OSError):  # Windows, or a file system without locks
+                import fcntl
+
+                descriptor = os.open(parent, os.O_RDONLY)
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield
+        finally:
+            if descriptor is not None:
+                os.close(descriptor)
 
 
 @contextmanager

@@ -86,23 +86,41 @@ def test_what_a_killed_process_left_of_a_folder_goes_with_the_next_writing_whate
     assert sorted(everything_in(tmp_path).values()) == ["new", "of another folder, and dead"]
 
 
-def test_two_threads_that_write_one_folder_leave_one_of_the_two_whole(tmp_path):
-    """Both failed, and the folder was gone."""
+@pytest.mark.parametrize("time", range(20))
+def test_threads_that_write_one_folder_at_once_leave_that_of_the_last_whole(tmp_path, time):
+    """Both of two failed, and the folder was gone."""
     write_text(tmp_path / "model" / "weights", "old")
-    both, failed = threading.Barrier(2), []
+    at_once, failed = threading.Barrier(3), []
 
     def write(text):
         try:
             with new_folder(tmp_path / "model") as unfinished:
-                both.wait(10)
+                at_once.wait(10)
                 (unfinished / "weights").write_text(text)
         except Exception as error:
             failed.append(error)
 
-    threads = [threading.Thread(target=write, args=(text,)) for text in ("one", "other")]
+    threads = [threading.Thread(target=write, args=(str(number),)) for number in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert not failed
-    assert everything_in(tmp_path) in ({"model/weights": "one"}, {"model/weights": "other"})
+    (text,) = everything_in(tmp_path).values()
+    assert text in ("0", "1", "2")
+
+
+WRITES = """
+import sys
+from pathlib import Path
+from clockhand.disk import new_folder
+for _ in range(30):
+    with new_folder(Path(sys.argv[1])) as unfinished:
+        (unfinished / "weights").write_text("whole")
+"""
+
+
+def test_processes_that_write_one_folder_at_once_leave_it_whole(tmp_path):
+    both = [subprocess.Popen([sys.executable, "-c", WRITES, str(tmp_path / "model")]) for _ in range(2)]
+    assert [process.wait() for process in both] == [0, 0]
+    assert everything_in(tmp_path) == {"model/weights": "whole"}
